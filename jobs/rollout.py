@@ -56,8 +56,8 @@ def serve(
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
     copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
-    colocated = config.trainer.placement.colocate_all
-    if colocated and not has_lease(run, attempt, f"rollout-{replica}", status):
+    shared = config.shares_gpus(replica)
+    if shared and not has_lease(run, attempt, f"rollout-{replica}", status):
         return
     with ExitStack() as stack:
         log = run.log(attempt, f"engine-{replica}")
@@ -82,7 +82,7 @@ def serve(
             options = replace(options, rewards=rewards.choose)
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(ControllerClient(run, attempt)))
-        if not colocated:  # else its agent tells, once this process has ended and its memory is free
+        if not shared:  # else its agent tells, once this process has ended and its memory is free
             stack.callback(controller.leave, options.name)
         given = {
             "replica": replica,

@@ -107,7 +107,8 @@ def train(
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
     step, stopping = start.step, None
-    devices = DeviceLease([policy, learner.critic], learner.world, colocated=trainer.placement.colocate_all)
+    colocated, lends = trainer.placement.colocate_all, trainer.placement.lend
+    devices = DeviceLease([policy, learner.critic], learner.world, colocated=colocated, lends=lends)
     devices.release(timer)
     total, epoch = controller.start(step)
     save_interval, export_interval = trainer.checkpoint_interval(epoch), trainer.hf_save_interval
@@ -118,7 +119,7 @@ def train(
     try:
         if not start.updates and (losses := learner.validate(step, total, timer)):
             controller.measured(step, losses | describe_times(timer.between()))
-        while (batch := controller.next(step, timer)) is not None:
+        while (batch := controller.next(step, timer, devices)) is not None:
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total)
             metrics = devices.acquire(timer) | learner.train(batch, timer)
             step = batch.step

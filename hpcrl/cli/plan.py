@@ -91,6 +91,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     yield from _evaluators(config)
     yield from describe_pools(plan.pools, config)
     yield from describe_requests(config.slurm)
+    yield from _lending(config)
     yield ""
     yield from describe_ranks(config.trainer)
     if config.trainer.strategy == "megatron":
@@ -103,6 +104,21 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
         yield from _served(each)
     yield ""
     yield from describe_disk(config, plan.disk)
+
+
+def _lending(config: Config) -> Iterator[str]:
+    from hpcrl.errors import ConfigError
+
+    if config.slurm.gpus == 0 or config.trainer.placement.lend:
+        return
+    try:
+        lent = config.with_overrides(["trainer.placement.lend=true"]).lent_replicas
+    except ConfigError:
+        return
+    yield (
+        f"hint: with trainer.placement.lend=true {len(lent)} more replica(s) generate on the trainer's GPUs while it waits; hpcrl advise says of "
+        "a run whether it waits long enough"
+    )
 
 
 def _evaluators(config: Config) -> Iterator[str]:
@@ -213,7 +229,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     resident = sum(need.resident for need in found.needs.values())
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
     memory = memory_of_rank(config, trainer.placement.critic_nodes[1] if apart else None)
-    if trainer.placement.colocate_all and config.slurm.gpus > 0:
+    if (trainer.placement.colocate_all or (config.lent_replicas and not apart)) and config.slurm.gpus > 0:
         yield from _colocation(config, found, memory, unit)
     else:
         yield _of_device(found.total, memory, unit)

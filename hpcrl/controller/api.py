@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, GpuLease, ReplicaHealth
-from hpcrl.controller.service import Service
+from hpcrl.controller.service import WAITS, Service
 from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
@@ -83,8 +83,14 @@ class Api:
         service.check_version(version)
         worker = service.seen(name, version, "waiting", body.get("any_version"))
         service.reconcile(name, version, body["holding"])
-        trains = self._trains()  # what begins now would wait for the engine, with an older version than it need have
-        work = [] if trains else service.claim(name, version, body["capacity"])
+        lent = name in service.lending.lent
+        if lent:
+            service.lending.times.awake(name, time.monotonic())
+        # what begins now would wait for the engine, with an older version than it need have
+        work = [] if self._recalls(name) else service.claim(name, version, body["capacity"])
+        if lent and not work and service.version is not None:
+            service.lending.note_idle(name, service.version)
+            await self._notify()
         if not work and not service.stop and service.keeps(name, version):
             work = await self._work(name, version, body["capacity"])
         else:
@@ -104,14 +110,21 @@ class Api:
         service, name, deadline = self._service, body["worker"], time.monotonic() + WAIT_S
         held = await (self._holds if body["awake"] else self._granted)(name, deadline)
         known = service.workers.get(name)
+        if known:
+            known.stop_sent = service.stop is not None
         return {"stop": service.stop, "version": service.wanted(name, known.version if known else 0), "lease": held}
 
     async def _granted(self, name: str, deadline: float) -> bool:
         """Wait until a worker without the lease may have it; return whether it may."""
-        request = self._lease.ask(name)
+        service, request = self._service, self._lease.ask(name)
+        if name in service.lending.lent:
+            service.lending.rest(name, time.monotonic(), starts=name not in service.workers)
+            self._answer(name)  # a claim that it made before
         await self._notify()  # the trainer may have waited for this engine
-        while not self._service.stop and time.monotonic() < deadline:
-            if self._service.phase not in (IDLE, LOAD) and self._lease.grant(name, request):
+        while not service.stop and time.monotonic() < deadline:
+            if self._may_wake(name) and self._lease.grant(name, request):
+                if name in service.lending.lent:
+                    service.lending.wake(name, time.monotonic())
                 return True
             await self._wait(deadline)
         return False
@@ -119,7 +132,8 @@ class Api:
     async def _holds(self, name: str, deadline: float) -> bool:
         """Wait until a worker is to give its lease back; return whether it keeps it."""
         while not self._service.stop and time.monotonic() < deadline:
-            if self._trains() or name not in self._lease.awake:
+            if self._recalls(name) or name not in self._lease.awake:
+                self._service.lending.note_recall(name, time.monotonic())
                 return False
             await self._wait(deadline)
         return True
@@ -165,12 +179,20 @@ class Api:
         if step > service.total_steps:
             service.check_trained()
             self._trainer_got_end = True
-            return {"stop": FINISHED, "path": None}
-        path = self._batch(step)
-        while path is None and not service.stop and time.monotonic() < deadline:
+            return {"stop": FINISHED, "path": None, "lend": False}
+        path, times, away, lend = self._batch(step), service.lending.times, body.get("away", False), False
+        if path is None and service.lending.lent and service.phase == WAITS:
+            times.trainer_waits(time.monotonic(), away=away, onload=body.get("onload", 0.0))
+            await self._notify()  # engines may wait for its GPUs
+        while path is None and not lend and not service.stop and time.monotonic() < deadline:
             await self._wait(deadline)
             path = self._batch(step)
-        return {"stop": service.stop, "path": None if service.stop else path}
+            lend = path is None and not away and any(map(service.wants_lease, self._lease.asking))
+        if lend:
+            times.trainer_leaves(time.monotonic())
+        elif path:
+            times.trainer_trains(time.monotonic())
+        return {"stop": service.stop, "path": None if service.stop else path, "lend": lend}
 
     async def committed(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.committed()
@@ -244,7 +266,7 @@ class Api:
 
     async def _forget_given_up(self, run: Run, attempt: int) -> None:
         """Release the lease of workers that their agents have given up, where the message was lost."""
-        if not (self._lease.awake and self._trains()) or time.monotonic() - self._looked < RENEW_S:
+        if not any(map(self._recalls, self._lease.awake)) or time.monotonic() - self._looked < RENEW_S:
             return
         self._looked = time.monotonic()
         for name in list(self._lease.awake):
@@ -262,6 +284,18 @@ class Api:
 
     def _trains(self) -> bool:
         return self._service.colocated and self._service.phase == IDLE and not self._service.stop
+
+    def _may_wake(self, name: str) -> bool:
+        """Return whether an engine may have the trainer's devices now."""
+        service = self._service
+        if name in service.lending.lent:
+            return service.lending.times.away and service.wants_lease(name)
+        return service.phase not in (IDLE, LOAD)
+
+    def _recalls(self, name: str) -> bool:
+        """Return whether an engine that has the trainer's devices is to give them back."""
+        lending = self._service.lending
+        return lending.recalls(name) if name in lending.lent else self._trains()
 
     def _batch(self, step: int) -> str | None:
         """Return the path of a batch that may be trained now: no engine is awake on the trainer's devices."""
@@ -294,6 +328,10 @@ class Api:
         service = self._service
         if self._timeline:
             self._timeline.enter(service.phase)
+        if service.lending.times.waits and service.phase != WAITS:
+            service.lending.times.batch_complete(time.monotonic())
+            for name in service.lending.lent:
+                self._answer(name)
         news = service.version, self._trains()
         if service.stop or news != self._told:
             self._told = news

@@ -48,6 +48,7 @@ class Dispatcher:
     Args:
         n_samples, eval_n_samples: samples of a training group, and of a row of the evaluation.
         together: rows begin beside training groups, since training waits for both.
+        lent: workers that get no rows, since they may have to stop at any moment, and a score belongs to one version.
         evaluators: workers that only evaluate.
     """
 
@@ -59,9 +60,11 @@ class Dispatcher:
         eval_n_samples: int,
         *,
         together: bool = False,
+        lent: Collection[str] = (),
         evaluators: Collection[str] = (),
     ) -> None:
         self._admission, self._evaluation, self._together = admission, evaluation, together
+        self._lent = lent
         self._n_samples, self._eval_n_samples = n_samples, eval_n_samples
         self._capacity: dict[str, int | None] = {}  # groups at most; None until the worker has asked once
         self._evaluators, self._any_version = evaluators, set[str]()
@@ -87,7 +90,7 @@ class Dispatcher:
 
     def evaluates(self, worker: str) -> bool:
         """Return whether a worker gets rows: no other one only evaluates, or it does."""
-        return worker in self._evaluators or not self._eval_capacities
+        return worker in self._evaluators or (not self._eval_capacities and worker not in self._lent)
 
     def claim(
         self, worker: str, version: int, room: int, *, behind: bool = False, any_version: bool = False
@@ -226,7 +229,8 @@ class Dispatcher:
 
     def _level_of_rows(self, version: int, behind: bool) -> int:
         """Return the level of the rows of a version; workers that can serve only a newer one take no part."""
-        workers = self._eval_capacities or self._capacities
+        lent = Counter(self._capacity[name] for name in self._lent if name in self._capacity)
+        workers = self._eval_capacities or self._capacities - lent
         if behind:
             able = (name for name, held in self._held.items() if held <= version or name in self._any_version)
             workers = Counter(self._capacity[name] for name in able if self.evaluates(name))

@@ -10,6 +10,7 @@ from statistics import fmean
 
 from hpcrl.algorithms.filters import share_without_spread
 from hpcrl.controller.admission import staleness
+from hpcrl.controller.lending import Lending
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.observe.goodput import SAMPLE_BATCHES
@@ -119,9 +120,10 @@ def row_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def replica_metrics(ready: int, replicas: int, restarts: int, taken_back: int) -> dict[str, float]:
-    """Return replicas/*."""
+def replica_metrics(ready: int, replicas: int, restarts: int, taken_back: int, lending: Lending) -> dict[str, float]:
+    """Return replicas/*; those that the trainer lends its GPUs to count for themselves."""
     return {
+        **({"replicas/leases": lending.times.leases} if lending.lent else {}),
         "replicas/ready": ready,
         "replicas/total": max(replicas, ready),
         "replicas/restarts": restarts,

@@ -89,6 +89,11 @@ class GpuLease:
         self.awake: set[str] = set()
         self._asking: dict[str, object] = {}
 
+    @property
+    def asking(self) -> list[str]:
+        """Workers that wait for the lease."""
+        return list(self._asking)
+
     def ask(self, name: str) -> object:
         """Note that a worker asks for the lease; return the request, by which `grant` knows it. Earlier ones of the worker are void."""
         self.awake.discard(name)

@@ -25,6 +25,7 @@ class Schedule:
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
         colocated: whether trainer and engines take turns.
+        lent: names of the workers whose engines have the trainer's GPUs while it waits, as far as that pays.
         engines_begin_with_model: whether engines hold version 0 when they start; else its weights are published as any other's.
         min_replicas: when there are too few replicas to go on.
         evaluators: workers that only evaluate.
@@ -48,6 +49,7 @@ class Schedule:
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
     colocated: bool = False
+    lent: tuple[str, ...] = ()
     engines_begin_with_model: bool = True
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
     evaluators: frozenset[str] = frozenset()

@@ -214,7 +214,9 @@ class Schemas:
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
         self.published = Schema({"version": step}, {"weights": _TRUTH})
         self.committed = Schema({"step": step})
-        self.next = Schema({"step": whole(total_steps + 1)}, {"wait": WAIT})
+        self.next = Schema(
+            {"step": whole(total_steps + 1)}, {"wait": WAIT, "away": _TRUTH, "onload": number(0.0, LARGEST)}
+        )
         scorer = {
             "scorer": Value(
                 f"a scorer of this run: {', '.join(scorers) or 'it has none'}",

@@ -27,6 +27,7 @@ from hpcrl.controller.evaluation import (
     is_evaluated,
     write_summary,
 )
+from hpcrl.controller.lending import Lending
 from hpcrl.controller.metrics import batch_histograms, controller_metrics, replica_metrics, scorer_metrics, step_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import BegunGroups, History, SampleFiles, read_history, remove_samples
@@ -46,12 +47,16 @@ from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
+WAITS = "wait_for_groups"
+"""Phase in which the trainer waits, or will wait, for groups of its batch."""
+
 
 class Service:
     """One attempt's controller.
 
     Attributes:
         scores: of finished groups.
+        lending: of the trainer's GPUs while it waits; of none where the schedule names no workers for it.
         stop: why the run ends; None while it goes on.
         failure: why it cannot go on.
     """
@@ -84,9 +89,9 @@ class Service:
         self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         per_group = schedule.n_samples, schedule.eval_n_samples
-        self._dispatcher = Dispatcher(
-            self._admission, self._eval, *per_group, together=schedule.colocated, evaluators=schedule.evaluators
-        )
+        workers = {"evaluators": schedule.evaluators, "lent": schedule.lent}
+        self._dispatcher = Dispatcher(self._admission, self._eval, *per_group, together=schedule.colocated, **workers)
+        self.lending = Lending(schedule.lent, self._admission, self._dispatcher, self._eval, schedule.batch_size)
         self._described = self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
@@ -101,7 +106,7 @@ class Service:
     @property
     def phase(self) -> str:
         """Current phase of the run, for the timeline."""
-        waits = IDLE if self.stop or (self._version or 0) + 1 in self._batches else "wait_for_groups"
+        waits = IDLE if self.stop or (self._version or 0) + 1 in self._batches else WAITS
         return LOAD if self._version is None else "evaluate" if self._waits_for_evaluation else waits
 
     @property
@@ -119,7 +124,7 @@ class Service:
     def schemas(self) -> Schemas:
         """Return the schemas of messages to this run's controller."""
         s = self._schedule
-        return Schemas(s.replicas, s.total_steps, s.n_samples, s.eval_n_samples, self.scores.scorers)
+        return Schemas(s.replicas + len(s.lent), s.total_steps, s.n_samples, s.eval_n_samples, self.scores.scorers)
 
     @property
     def min_replicas(self) -> MinReplicas:
@@ -128,6 +133,11 @@ class Service:
     @property
     def workers(self) -> dict[str, RegisteredWorker]:
         return self._registry.workers
+
+    @property
+    def _own(self) -> list[str]:
+        """Workers that call and do not wait for a lease of the trainer's GPUs."""
+        return [name for name in self.workers if name not in self.lending.lent]
 
     @property
     def total_steps(self) -> int:
@@ -291,7 +301,7 @@ class Service:
 
     def _may_begin(self, name: str, version: int) -> bool:
         started = self._version is not None and not self.stop and not self.failure
-        return started and self.keeps(name, version)
+        return started and self.keeps(name, version) and self.lending.begins(name)
 
     def _work(self, assignment: Assignment) -> list[Work]:
         version = assignment.version
@@ -369,6 +379,7 @@ class Service:
             self.failure, reason = error, None
         if index is not None and reason is None and self._admission.is_finished(index):
             self.scores.add([meta])
+            self.lending.times.finished(worker)
         if worker is not None:
             self._dispatcher.load_changed(worker)
         self._begun.forget(meta.group_id)
@@ -392,9 +403,8 @@ class Service:
             assert self._metrics is not None
             epoch = self._stream.last_epoch(group.group_id for group in batch.groups)
             position = controller_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
-            replicas = replica_metrics(
-                len(self.workers), self._schedule.replicas, self._registry.restarts, self._taken_back
-            )
+            counts = len(self._own), self._schedule.replicas, self._registry.restarts, self._taken_back
+            replicas = replica_metrics(*counts, self.lending)
             found = step_metrics(batch, self._schedule, None if self._rows else replicas | scorer_metrics(self.scores))
             self._metrics.write(step, found | position, None if self._rows else batch_histograms(batch))
             self._described = step
@@ -417,10 +427,23 @@ class Service:
         Args:
             any_version: whether its engine evaluates any version beside the newest; None: as before.
         """
-        self._dispatcher.join(name)
+        if name not in self.lending.lent:
+            self.lending.times.replica_started(self._registry.clock.now())
+        if not self.lending.rests(name):
+            self._dispatcher.join(name)
         worker = self._registry.seen(name, version, state)
         worker.any_version = worker.any_version if any_version is None else any_version
         return worker
+
+    def wants_lease(self, name: str) -> bool:
+        """Return whether a sleeping engine is to have the trainer's GPUs now, see `Lending`."""
+        newest, waits = self._loadable, self.phase == WAITS and not self.stop and not self.failure
+        # version 0 may have no weights but the model's, with which an engine starts and cannot wake
+        if not newest or not waits or name not in self.lending.lent:
+            return False
+        others = self.lending.lent | self._schedule.evaluators
+        own = {each: worker.version for each, worker in self.workers.items() if each not in others}
+        return self.lending.wants(name, newest, own, self.total_steps - self._admission.composed)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
         """Reconcile a worker's groups with the controller's: lost assignments are taken back, and groups taken while it was silent are
@@ -453,6 +476,8 @@ class Service:
         if name in self.scores.scorers:
             return self.scores.leave(name)
         self._dispatcher.leave(name)
+        if name in self.lending.lent:
+            self.lending.leave(name)
         if not self._registry.remove(name):
             return 0
         lost = len(self._admission.release(name)) + len(self._eval.release(name))

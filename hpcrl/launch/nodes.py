@@ -21,6 +21,7 @@ class Node:
         first_rank: number of the first of them among all.
         critic: whether these train the critic alone.
         replicas: numbers of the engines on this node; beside ranks they have the same devices.
+        lends: whether the trainer lends them its devices, and has them else.
         elsewhere: whether their engines are on no node of the run, and only their rollout workers are here.
         engine_parts: numbers of the parts of engines on this node, where an engine is on several and this is not the first of them.
         part_of: numbers of the engines that these are parts of.
@@ -50,6 +51,7 @@ class Node:
     first_rank: int = 0
     critic: bool = False
     elsewhere: bool = False
+    lends: bool = False
     engine_parts: tuple[int, ...] = ()
     part_of: tuple[int, ...] = ()
     part: int = 0
@@ -99,7 +101,8 @@ def make_plan(config: Config) -> list[Node]:
     ) -> None:
         nonlocal offset
         gpus, first_rank = devices if on_gpu else 0, sum(node.ranks for node in nodes)
-        own = {"services": tuple(services), "first_rank": first_rank, "critic": critic}
+        lends = bool(ranks and replicas) and trainer.placement.lend
+        own = {"services": tuple(services), "first_rank": first_rank, "critic": critic, "lends": lends}
         of_engines = {"elsewhere": bool(engine.remote_urls and replicas), "engine_parts": tuple(engine_parts)}
         of_engines["part_of"] = tuple(number // (config.engine_nodes - 1) for number in engine_parts)
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, **own, **of_engines))
@@ -136,8 +139,9 @@ def _beside(config: Config, node: int) -> range:
     engine, placement = config.generator.inference_engine, config.trainer.placement
     if engine.remote_urls and config.has_engines:
         return range(node, engine.engines, placement.policy_nodes)
-    width = placement.policy_num_gpus_per_node // engine.gpus if placement.colocate_all else 0
-    return range(node * width, (node + 1) * width)
+    width = config.replicas_per_trainer_node
+    here = range(node * width, (node + 1) * width)
+    return here if placement.colocate_all else config.lent_replicas[here.start : here.stop]
 
 
 def scorer_node(
@@ -187,7 +191,8 @@ def describe_plan(plan: list[Node]) -> list[str]:
         devices = f", {node.gpus} GPU(s)" if node.gpus else ""
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
-            joined = "in turns with" if not node.elsewhere else "and, for engines elsewhere,"
+            joined = "lent to" if node.lends else "in turns with"
+            joined = "and, for engines elsewhere," if node.elsewhere else joined
             turns = f", {joined} {', '.join(node.workers)}" if node.replicas else ""
             what = f"critic, {_numbered(node)}" if node.critic else f"trainer, {node.ranks} rank(s)"
             lines.append(f"node {node.index}: {what}{also}{turns}{devices}")

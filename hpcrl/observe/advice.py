@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,7 @@ from hpcrl.config.resume_changes import changes
 from hpcrl.config.setting import Kind
 from hpcrl.errors import ConfigError
 from hpcrl.observe.metrics import last_records
-from hpcrl.observe.tuning import CALLS, LEAST_SHARE, TUNINGS, Measured
+from hpcrl.observe.tuning import CALLS, GROUPS_AT_ONCE, LEAST_SHARE, TUNINGS, Measured
 from hpcrl.observe.waiting import TRAINER, Wait, Waiting, waiting_of
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
@@ -88,20 +88,27 @@ def advise(run: Run) -> Advised | None:
         ConfigError: its configuration is one of another version of hpcrl.
     """
     config = attempt_config(run)
-    waiting = waiting_of(run, colocated=config.trainer.placement.colocate_all)
+    lent = [f"rollout-{replica}" for replica in config.lent_replicas]
+    waiting = waiting_of(run, colocated=config.trainer.placement.colocate_all, lent=lent)
     if waiting is None:
         return None
     submission = read_object(run.submission, "remove it: the job of the run is then not known") or {}
-    measured = Measured(config, waiting, _calls(run, waiting), on_one_machine=submission.get("executor") == "local")
+    measured = Measured(
+        config,
+        waiting,
+        _means(run, waiting, CALLS),
+        _means(run, waiting, [GROUPS_AT_ONCE]).get(GROUPS_AT_ONCE),
+        on_one_machine=submission.get("executor") == "local",
+    )
     return Advised(waiting, list(_advice(measured)))
 
 
-def _calls(run: Run, waiting: Waiting) -> dict[str, float]:
-    """Return the means of the metrics of calls over replicas and the steps that were looked at."""
+def _means(run: Run, waiting: Waiting, names: Sequence[str]) -> dict[str, float]:
+    """Return the means of metrics that are recorded together over replicas and the steps that were looked at."""
     found = defaultdict[str, list[float]](list)
     for path in run.metrics.glob("rollout-*.jsonl"):
-        for record in last_records(run, path.stem, CALLS[0], lambda _: True, waiting.last - waiting.first + 1):
-            for name in CALLS:
+        for record in last_records(run, path.stem, names[0], lambda _: True, waiting.last - waiting.first + 1):
+            for name in names:
                 found[name].append(record.metrics[name])
     return {name: fmean(values) for name, values in found.items()}
 

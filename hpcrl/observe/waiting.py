@@ -7,7 +7,7 @@ have the same GPUs (trainer.placement.colocate_all), only time in which neither 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 
@@ -75,11 +75,12 @@ class Waiting:
         return sum(wait.share for wait in self.waits if wait.role == role and (not what or wait.what in what))
 
 
-def waiting_of(run: Run, *, colocated: bool) -> Waiting | None:
+def waiting_of(run: Run, *, colocated: bool, lent: Collection[str] = ()) -> Waiting | None:
     """Return the waits in the newest 20 steps of the newest attempt, without its first one; None before there are 3.
 
     Args:
         colocated: trainer.placement.colocate_all.
+        lent: replicas that the trainer lends its GPUs to; what they wait for is no wait of engines.
     """
     attempts = read_attempts(run)
     number = attempts[-1].number if attempts else 0
@@ -95,7 +96,7 @@ def waiting_of(run: Run, *, colocated: bool) -> Waiting | None:
         if process.startswith(("rollout-", "scorer-")) and process not in spans:
             recent = takewhile(lambda span: span.end > start, recent_spans(run, number, process))
             spans[process] = [span for span in recent if span.start < end]
-    waits = _colocated(spans, start, end) if colocated else _apart(spans, start, end)
+    waits = _colocated(spans, start, end) if colocated else _apart(spans, start, end, lent)
     found = [Wait(role, what, share) for (role, what), share in waits.items() if share >= _LEAST_SHARE]
     return Waiting(sorted(found, key=lambda wait: -wait.share), steps[0], steps[-1], end - start)
 
@@ -112,9 +113,13 @@ def _newest_steps(spans: Iterator[Span]) -> Iterator[Span]:
 Shares = dict[tuple[str, str], float]
 
 
-def _apart(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
-    found, number = defaultdict[tuple[str, str], float](float), sum(map(_is_replica, spans))
-    for seconds, trainer, others, replicas in _moments(spans, start, end):
+def _apart(spans: Mapping[str, list[Span]], start: float, end: float, lent: Collection[str]) -> Shares:
+    found, own = (
+        defaultdict[tuple[str, str], float](float),
+        {name for name in spans if _is_replica(name)}.difference(lent),
+    )
+    number = len(own)
+    for seconds, trainer, others, replicas in _moments(spans, start, end, own):
         share = seconds / (end - start)
         if what := wait_of_trainer(trainer, wait_for_batch(others)):
             found[TRAINER, what] += share
@@ -149,7 +154,7 @@ def wait_of_replica(phase: str, trainer: str) -> str | None:
 
 def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:
     found = defaultdict[tuple[str, str], float](float)
-    for seconds, trainer, others, _ in _moments(spans, start, end):
+    for seconds, trainer, others, _ in _moments(spans, start, end, ()):
         what = wait_of_trainer(trainer, wait_for_batch(others))
         if trainer == BATCH and what == SAMPLES:
             what = None if others.get("generate") else TURNS
@@ -159,9 +164,9 @@ def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Sha
 
 
 def _moments(
-    spans: Mapping[str, list[Span]], start: float, end: float
+    spans: Mapping[str, list[Span]], start: float, end: float, own: Collection[str]
 ) -> Iterator[tuple[float, str, Counter[str], Counter[str]]]:
-    """Yield seconds in which no process changes its phase, with the trainer's phase, and how many others, and how many replicas, are in each."""
+    """Yield seconds in which no process changes its phase, with the trainer's phase, and how many others, and how many of `own`, are in each."""
     changes = sorted(_changes(spans), key=lambda change: change[0])
     phases, others, replicas, before = dict.fromkeys(spans, ABSENT), Counter[str](), Counter[str](), start
     for at, process, phase in changes:
@@ -169,7 +174,7 @@ def _moments(
         if at > before:
             yield at - before, phases[FIRST_RANK], others, replicas
             before = at
-        of_process = (others, replicas) if _is_replica(process) else (others,) if process != FIRST_RANK else ()
+        of_process = (others, replicas) if process in own else (others,) if process != FIRST_RANK else ()
         for counts in of_process:
             counts[phases[process]] -= 1
             counts[phase] += 1

@@ -37,7 +37,7 @@ def leased_memory(config: Config, found: Estimate, device: float) -> Iterator[Le
         device: its bytes.
     """
     yield LeasedMemory("trainer", found.total, _asleep(config))
-    share = config.engine_memory_share
+    share = config.engine_memory_share(shared=True)
     yield LeasedMemory("engine", _away(config) + _kept(config, found), round(share * device))
 
 

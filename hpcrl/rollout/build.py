@@ -27,11 +27,11 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         load_s=engine.start_timeout_seconds,
         engine_dtype=engine.quantization or engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
-        reads_ahead=not config.trainer.placement.colocate_all,  # asleep, it generates nothing meanwhile
+        reads_ahead=not config.shares_gpus(replica),  # asleep, it generates nothing meanwhile
         from_model=config.engines_begin_with_model,
         teacher_inputs=TeacherInputs.of(config.trainer.distillation),
         waves=family_of(config).generates_in_waves(config),
-        shares_gpus=config.trainer.placement.colocate_all,
+        shares_gpus=config.shares_gpus(replica),
     )
 
 

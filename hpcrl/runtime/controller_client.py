@@ -10,7 +10,7 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
     /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`; null, null: ask again
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
-    /next       {step, wait?}                      -> {stop, path}                       waits up to `wait` (10) s; path is null until the batch exists
+    /next       {step, wait?, away?, onload?}      -> {stop, path, lend}                 waits up to `wait` (10) s; path is null until the batch exists
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /claim_scores {scorer, samples, holding: [group_id], wait?} -> {stop, groups: [GroupMeta]}
                                                                                          waits up to `wait` (10) s for finished groups
@@ -27,6 +27,8 @@ newest one. Both are null while the trainer has not started.
 /lease is asked where trainer and engines share GPUs: with `awake` whether the worker keeps its lease, without it whether it gets the lease. Where
 `lease` is false, the holder puts its engine to sleep, whatever runs, and asks without `awake`. It also asks so before it starts its engine. The
 trainer gets its batch when no engine is awake.
+`lend` is true where engines are to use the trainer's GPUs while it waits. It then moves its state to host memory and asks again with `away`, and
+with the seconds of its last way back in `onload`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from hpcrl.observe.metrics import Histogram, MetricsWriter
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.trainer.backends.colocation import DeviceLease
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.stop import StopConsensus, Stopping
@@ -92,8 +93,11 @@ class ControllerLink:
         self._total = answer["total_steps"]
         return self._total, answer["steps_per_epoch"]
 
-    def next(self, step: int, clock: PhaseTimer) -> Batch | None:
+    def next(self, step: int, clock: PhaseTimer, devices: DeviceLease) -> Batch | None:
         """Return the batch after that of `step` as soon as there is one, or None if training has none.
+
+        Args:
+            devices: are lent meanwhile where the controller asks for it.
 
         Raises:
             Stopping: the run is to stop.
@@ -102,21 +106,24 @@ class ControllerLink:
             return None
         clock.begin(step + 1)
         with clock("wait_for_generation_buffer"):
-            return self._next(step + 1)
+            return self._next(step + 1, clock, devices)
 
     def finished(self) -> None:
         """Report that all steps are trained and saved: the controller ends."""
         self._ask("next", step=self._total + 1)
 
-    def _next(self, step: int) -> Batch:
+    def _next(self, step: int, clock: PhaseTimer, devices: DeviceLease) -> Batch:
         while True:
             self._consensus("wait")
-            answer = self._ask("next", step=step, wait=_WAIT_S)
+            state = {"away": devices.away, "onload": devices.onload_seconds}
+            answer = self._ask("next", step=step, wait=_WAIT_S, **state)
             if answer["stop"] is not None:
                 self._consensus.mark_stopped()
                 raise Stopping(answer["stop"])
             if answer["path"] is not None:
                 return self._read(answer["path"], step)
+            if answer["lend"]:
+                devices.lend(clock)
             self.report("waiting for batch", step=step - 1, total=self._total)
 
     def _read(self, relative: str, step: int) -> Batch:

@@ -96,7 +96,7 @@ def serve_attempt(
     return Served(thread, url)
 
 
-def end(run: Run, attempt: int, served: Served) -> None:
+def end(run: Run, attempt: int, served: Served, steps: int = 2) -> None:
     """The trainer hears that the run has finished, whatever state it is in, and the controller leaves."""
     sender = Sender(AttemptKey.of("secret", run.name, attempt))
 
@@ -109,7 +109,7 @@ def end(run: Run, attempt: int, served: Served) -> None:
         write_json(run.stop, {"attempt": attempt, "reason": "finished"})
         while ask("status")["stop"] is None:
             time.sleep(0.05)
-        assert ask("next", step=3)["stop"] == "finished"
+        assert ask("next", step=steps + 1)["stop"] == "finished"
         for worker in ask("status")["workers"]:
             ask("claim", worker=worker, version=0, capacity=0, holding=[])
     served.thread.join(30)
@@ -207,7 +207,7 @@ def test_a_whole_run_over_http(run: Run) -> None:
         if version == 0:
             evaluate(run, controller, version)  # beside the first step
         controller.call("published", version=version + 1)
-    assert controller.call("next", step=3) == {"stop": "finished", "path": None}
+    assert controller.call("next", step=3) == {"stop": "finished", "path": None, "lend": False}
     evaluate(run, controller, 2)
     controller.call("committed", step=2)  # the trainer may still be saving
     assert controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[])["stop"] == "finished"
@@ -246,7 +246,7 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
     groups = [finish(run, item, 0).to_json() for item in work]  # all samples are equally good
     controller.call("complete", worker="rollout-0", groups=groups)
-    assert controller.call("next", step=1) == {"stop": "failed", "path": None}
+    assert controller.call("next", step=1) == {"stop": "failed", "path": None, "lend": False}
     trainer.write("saving")
     served.thread.join(2)
     assert served.thread.is_alive(), "it does not wait for the trainer"

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.admission import Play, Scene
+from benchmarks.lent_admission import ASLEEP, AWAKE, LeaseScene, LentPlay
 from benchmarks.scored_admission import ScoredPlay, ScoreScene
 
 
@@ -138,6 +139,57 @@ def test_evaluations_beside_training_cost_no_idle_replicas(bound: int) -> None:
     assert one.evaluated == 6
     assert idle_share(one) < 0.01
     assert one.now < 1.5 * play(calm).now, "rows are as much work as groups are, each second step"
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_leases_where_engines_die_in_each_state(bound: int) -> None:
+    scene = Scene(replicas=10, capacity=2, batch_size=60, steps=40, bound=bound, longest_s=120.0, lifetime_s=600.0)
+    one = LentPlay(scene, LeaseScene(lent=6))
+    one.run()
+    assert one.leases["given"] > 50
+    assert one.leases[ASLEEP]
+    assert one.leases[AWAKE]
+
+
+def test_leases_make_steps_shorter_where_groups_wait_for_engines() -> None:
+    """A third more engines for most of the time: at best 1.5 times as fast, without what leases cost."""
+    calm = {
+        "replicas": 20,
+        "capacity": 2,
+        "batch_size": 160,
+        "steps": 40,
+        "dropped": 0.0,
+        "late": 0.0,
+        "lifetime_s": 1e9,
+    }
+    scene = Scene(bound=1, longest_s=60.0, **calm)
+    apart, one = (LentPlay(scene, LeaseScene(lent=lent)) for lent in (0, 10))
+    apart.run()
+    one.run()
+    assert apart.now / one.now > 1.25
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.builds(
+        Scene,
+        replicas=st.integers(1, 4),
+        capacity=st.integers(1, 3),
+        steps=st.integers(1, 25),
+        batch_size=st.integers(1, 9),
+        bound=st.integers(0, 3),
+        surplus=st.integers(0, 3),
+        interval=st.just(1),
+        train_s=st.sampled_from([0.1, 100.0]),
+        lifetime_s=st.sampled_from([100.0, 1e9]),
+        seed=st.integers(0, 1000),
+    ),
+    st.builds(
+        LeaseScene, lent=st.integers(1, 4), wake_s=st.sampled_from([0.1, 30.0]), sleep_s=st.sampled_from([0.1, 30.0])
+    ),
+)
+def test_leases_of_any_kind(scene: Scene, leases: LeaseScene) -> None:
+    LentPlay(scene, leases).run()
 
 
 class Watched(Play):

@@ -1,4 +1,4 @@
-"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37 and 45 to 50), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37, 45 to 50 and 53), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.scenario import BATCH, SAMPLES, START_S, STEPS, Scenario, faul
 from tests.faults.test_preemption import saved_when_told
 from tests.jobs.small_run import curve, pid_of, trained_groups
 from tests.paths import CONFIGS
-from tests.processes import processes_of, send, variable
+from tests.processes import command_of, processes_of, send, variable
 from tests.reward_service.material import write_reward_model
 
 OWN = Path(__file__).with_name("own")
@@ -446,6 +446,44 @@ def test_49_preemption_in_the_turn_of(scenario: Scenario, turn: str, staleness: 
     scenario.knobs()
     assert_nothing_lost(scenario, run, same_values=not staleness)
     assert len(read_attempts(run)) == 2
+
+
+LENT = {"trainer.placement.lend": True, "generator.inference_engine.max_num_seqs": SAMPLES, "trainer.max_steps": 20}
+WORKER = "rollout-1"
+
+
+def lent_worker(run: Run) -> int:
+    """Return the process of the worker whose engine has the trainer's GPUs while it waits."""
+    workers = (pid for pid in processes_of(run) if "/jobs/rollout.py" in command_of(pid))
+    return next(pid for pid in workers if variable(pid, "HPCRL_REPLICA") == "1")
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.faults_slow
+@pytest.mark.parametrize(
+    ("state", "victim"),
+    [
+        ("waiting", "worker"),
+        ("generating", "worker"),
+        ("generating", "rank"),
+        ("generating", "job"),
+        ("asleep", "worker"),
+    ],
+)
+def test_53_in_a_state_of_a_lease(scenario: Scenario, state: str, victim: str) -> None:
+    """The trainer waits for an engine with room for one group, and lends its node to another one. Without the trainer, or the job, the next
+    attempt goes on."""
+    run = scenario.submit(LENT)
+    scenario.knobs(latency_s=1.0)
+    scenario.wait(lambda: state_of(run, WORKER).startswith(state), f"{WORKER} {state}", 2 * START_S, run)
+    if victim == "job":
+        scenario.preempt()
+        saved_when_told(scenario, run)
+    else:
+        send([lent_worker(run) if victim == "worker" else scenario.rank(run)], SIGKILL)
+    assert_nothing_lost(scenario, run, steps=20)
+    assert len(read_attempts(run)) == (1 if victim == "worker" else 2)
+    assert sum(curve(run, "replicas/leases").values())
 
 
 @pytest.mark.nodes(1)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.engines.vllm.server import server_options
 from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from hpcrl.rundir.layout import Run
 from tests.paths import QUICKSTART, ROOT
 
 REWARD = [
@@ -189,6 +191,29 @@ def test_colocated_engines_are_on_the_nodes_and_devices_of_the_trainer(
     assert [one["CUDA_VISIBLE_DEVICES"] for one in given.values()] == ["0,1,2,3", "0,1", "2,3"]
     assert {one["OMP_NUM_THREADS"] for one in given.values()} == {"4"}, "replicas have the cores of ranks that wait"
     assert "PYTORCH_ALLOC_CONF" not in given["rollout-2"], "with which vLLM's engines cannot sleep"
+
+
+def test_lent_replicas_are_on_the_nodes_and_devices_of_the_trainer_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = [*COLOCATED[1:], "trainer.placement.lend=true", "slurm.elastic.replicas=1"]
+    config = Config.from_toml([QUICKSTART], settings)
+    nodes = make_plan(config)
+    assert [(node.role, node.ranks, node.replicas, node.lends) for node in nodes] == [
+        ("trainer", 4, (5, 6), True),
+        ("trainer", 4, (7, 8), True),
+        ("rollout", 0, (0, 1), False),
+        ("rollout", 0, (2, 3), False),
+    ], "rollout-4 is the elastic one"
+    assert needed_nodes(nodes, 0) == [0, 1]
+    assert describe_plan(nodes)[1] == "node 1: trainer, 4 rank(s), lent to rollout-7, rollout-8, 4 GPU(s)"
+    environments = Environments(config, nodes[1], 1, "127.0.0.1", None, tmp_path, False)
+    given = {name: environments.of(name) for name in ("trainer-1", "rollout-7", "rollout-8")}
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in given.values()] == ["0,1,2,3", "0,1", "2,3"]
+    assert [config.shares_gpus(replica) for replica in (0, 4, 5, 8)] == [False, False, True, True]
+    shares = [server_options(Run(tmp_path), config, replica) for replica in (3, 5)]
+    assert [(one.sleeps, one.memory_share) for one in shares] == [(False, 0.9), (True, 0.8)]
 
 
 def test_a_colocated_run_asks_for_the_nodes_of_the_trainer_alone(tmp_path: Path) -> None:

@@ -191,6 +191,27 @@ def test_more_replicas_or_older_policies_where_the_trainer_waits(tmp_path: Path)
     )
 
 
+def test_lent_gpus_where_engines_have_no_room_for_all_groups(tmp_path: Path) -> None:
+    """The quickstart has 64 groups in a step, one engine, and one GPU to lend."""
+    run = made(tmp_path, "trainer.placement.lend=false")
+    with MetricsWriter(run, "rollout-0", 1, 0) as writer:
+        for step in range(2, 10):
+            writer.write(step, {"generate/groups_at_once": 63.0})
+    assert proposed(run)["trainer.placement.lend"] is True
+    with MetricsWriter(run, "rollout-0", 1, 9) as writer:
+        for step in range(10, 30):
+            writer.write(step, {"generate/groups_at_once": 64.0})
+    assert "trainer.placement.lend" not in proposed(run)
+
+
+def test_what_lent_engines_wait_for_is_no_wait(tmp_path: Path) -> None:
+    lent: Phases = [("generate", 5.0), ("asleep", 4.0), ("idle", 1.0)]
+    run = made(tmp_path, "trainer.placement.lend=true", rollout_0=REPLICA, rollout_1=lent)
+    advised = advise(run)
+    assert advised
+    assert waits(advised.waiting) == waits(waiting_of(made(tmp_path / "apart"), colocated=False))
+
+
 def test_replicas_that_keep_the_trainer_busy_where_they_are_ahead(tmp_path: Path) -> None:
     busy: Phases = [("generate", 9.5), ("update_weights", 0.5)]
     run = made(tmp_path, "trainer.fully_async.max_staleness_steps=1", rollout_0=busy)

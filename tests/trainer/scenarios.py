@@ -396,9 +396,17 @@ def turning(world: World, options: dict[str, Any]) -> None:
     devices.release(timer)
     devices.acquire(timer)
     devices.acquire(timer)
+    lent = Leaving(None)
+    lends = DeviceLease([lent], world, colocated=False, lends=True)
+    lends.release(timer)  # not at each wait
+    before = list(lent.calls)
+    lends.lend(timer)
+    away = lends.away
+    lends.acquire(timer)
     if world.first:
         apart = DeviceLease([object()], world, colocated=False).release(timer) or None
         facts = {"left": left, "calls": model.calls, "apart": apart, "phases": sorted(timer.between())}
+        facts |= {"lent": [before, lent.calls, away, lends.away, lends.onload_seconds > 0]}
         Path(options["out"]).write_text(json.dumps(facts))
 
 

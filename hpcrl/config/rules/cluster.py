@@ -111,10 +111,12 @@ def ways_of_weights(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             path + "weight_sync_backend", "nccl needs GPUs, but slurm.gpus_per_node=0; use gloo or filesystem"
         )
-    elif backend == "nccl" and config.trainer.placement.colocate_all:
+    elif backend == "nccl" and (
+        shared := [name for name in ("colocate_all", "lend") if getattr(config.trainer.placement, name)]
+    ):
         yield Problem(
             path + "weight_sync_backend",
-            "NCCL refuses two processes of one GPU, and trainer.placement.colocate_all=true has them; use gloo or filesystem",
+            f"NCCL refuses two processes of one GPU, and trainer.placement.{shared[0]}=true has them; use gloo or filesystem",
         )
 
 
@@ -185,7 +187,7 @@ def eval_replicas(config: ConfigTree) -> Iterator[Problem]:
     path, own, engines = (
         "slurm.eval_replicas",
         config.slurm.eval_replicas,
-        config.generator.inference_engine.num_engines,
+        config.generator.inference_engine.engines,
     )
     if not own:
         return

@@ -42,6 +42,7 @@ from hpcrl.config.rules.generation import (
     several_turns,
     step_wise,
 )
+from hpcrl.config.rules.lending import lent_gpus
 from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
 from hpcrl.config.rules.ranks import (
     colocated_engines,
@@ -370,6 +371,7 @@ _CALCULATING: tuple[Rule, ...] = (
     sharding,
     _staleness,
     colocated_engines,
+    lent_gpus,
 )
 """Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
 

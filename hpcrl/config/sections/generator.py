@@ -166,7 +166,7 @@ class InferenceEngineConfig:
         why="unset: 0.9 where nothing but engines is on the GPU, of which SkyRL's 0.8 would leave a fifth empty",
     )
     """Share of a GPU's memory that the engine may use; no effect on CPU. Unset: 0.9, and 0.8 where the trainer shares the GPU
-    (trainer.placement.colocate_all)."""
+    (trainer.placement.colocate_all, lend)."""
 
     max_num_seqs: int = setting(1024, range=COUNT)
     """Sequences that the engine decodes together."""

@@ -191,6 +191,7 @@ _FALLING = when(
     ".scheduler", test=lambda scheduler: scheduler != "constant_with_warmup", needs="a {section}.scheduler that falls"
 )
 _TO_AN_END = when(".scheduler", "linear", "cosine", "sqrt")
+_SHARES_GPUS = any_of(when("trainer.placement.colocate_all"), when("trainer.placement.lend"))
 _WARM_UP = any_of(
     when(".num_warmup_steps"), when(".warmup_ratio"), needs="a warm-up ({section}.num_warmup_steps or warmup_ratio)"
 )
@@ -228,8 +229,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Bound on the 2-norm of all gradients together, above which they are scaled down; 0 or less: none."""
 
-    offload_after_step: bool = setting(True, used_by=when("trainer.placement.colocate_all"), on_change=SAME_NUMBERS)
-    """With colocated engines: move the optimizer's state to host memory while they generate."""
+    offload_after_step: bool = setting(True, used_by=_SHARES_GPUS, on_change=SAME_NUMBERS)
+    """With engines on the trainer's GPUs: move the optimizer's state to host memory while they generate."""
 
     num_warmup_steps: int = setting(0, range=NOT_NEGATIVE)
     """Optimizer steps (mini-batches) over which the learning rate rises linearly to lr."""

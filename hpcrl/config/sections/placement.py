@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrl.config.conditions import CRITIC
+from hpcrl.config.conditions import CRITIC, RL
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, setting
 from hpcrl.config.sizes import POLICY_NODES, SIZE, one_size
 
@@ -39,6 +39,10 @@ class PlacementConfig:
     colocate_all: bool = setting(False, why="trainer and engines have nodes of their own")
     """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own. With trainer.fully_async.max_staleness_steps
     above 0 a turn of the engines ends when the batch is there, and unfinished samples go on in the next one."""
+
+    lend: bool = setting(False, used_by=RL)
+    """While the trainer waits for samples, further replicas generate on its GPUs, as many as these have room for. They do so only where the
+    expected wait is longer than the measured seconds of sleeping and waking, and only groups that no other replica has room for."""
 
     @property
     def policy_nodes(self) -> int:

@@ -124,11 +124,26 @@ class ConfigTree:
         gpus = self.slurm.gpus
         return max(1, -(-self.generator.inference_engine.gpus // gpus)) if gpus else 1
 
-    @property
-    def engine_memory_share(self) -> float:
-        """Share of a GPU's memory that an engine may use; where it is not set: less beside a trainer that is away."""
+    def engine_memory_share(self, *, shared: bool) -> float:
+        """Return the share of a GPU's memory that an engine may use; where it is not set: less where the GPU is `shared` with the trainer."""
         own = self.generator.inference_engine.gpu_memory_utilization
-        return own if own is not None else 0.8 if self.trainer.placement.colocate_all else 0.9
+        return own if own is not None else 0.8 if shared else 0.9
+
+    @property
+    def replicas_per_trainer_node(self) -> int:
+        """Replicas for which each of the policy's nodes has GPUs."""
+        return self.trainer.placement.policy_num_gpus_per_node // max(1, self.generator.inference_engine.gpus)
+
+    @property
+    def lent_replicas(self) -> range:
+        """Numbers of the replicas that have GPUs of the trainer while it waits: after all others."""
+        placement, first = self.trainer.placement, self.max_replicas
+        lent = placement.policy_nodes * self.replicas_per_trainer_node if placement.lend else 0
+        return range(first, first + lent)
+
+    def shares_gpus(self, replica: int) -> bool:
+        """Return whether a replica has GPUs of the trainer."""
+        return self.trainer.placement.colocate_all or replica in self.lent_replicas
 
     @property
     def engine_rope(self) -> tuple[dict[str, Any], float | None]:
@@ -147,12 +162,12 @@ class ConfigTree:
     @property
     def evaluators(self) -> range:
         """Numbers of the replicas that only evaluate."""
-        engines = self.generator.inference_engine.num_engines
+        engines = self.generator.inference_engine.engines
         return range(engines - self.slurm.eval_replicas, engines)
 
     @property
     def max_replicas(self) -> int:
-        """Replicas when all are there, elastic ones included."""
+        """Replicas on nodes of their own, or colocated ones, when all are there, elastic ones included."""
         return self.generator.inference_engine.engines + self.slurm.elastic.replicas if self.has_engines else 0
 
     @property

@@ -24,8 +24,8 @@ from hpcrl.rollout.engines.launch import EnginePlace
 _CPU_CACHE_BYTES = 1 << 30
 
 
-def launch(config: Config, place: EnginePlace) -> Launched:  # noqa: ARG001
-    return Embedded(embedded_options(config))
+def launch(config: Config, place: EnginePlace) -> Launched:
+    return Embedded(embedded_options(config, place.replica))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def places(model: PreTrainedModel, share: float) -> int:
     return max(1, room // of_a_token)
 
 
-def embedded_options(config: Config) -> EmbeddedOptions:
+def embedded_options(config: Config, replica: int = 0) -> EmbeddedOptions:
     engine, (rope_scaling, rope_theta) = config.generator.inference_engine, config.engine_rope
     model = ConfiguredModel(
         **vars(config.trainer.policy.model.pretrained),
@@ -115,5 +115,5 @@ def embedded_options(config: Config) -> EmbeddedOptions:
         rope_theta=rope_theta,
     )
     replayed = config.trainer.policy.experts.router_replay != "none"
-    on_cpu, share = config.slurm.gpus == 0, config.engine_memory_share
+    on_cpu, share = config.slurm.gpus == 0, config.engine_memory_share(shared=config.shares_gpus(replica))
     return EmbeddedOptions(model, engine, config.max_model_len, on_cpu, replayed, share)

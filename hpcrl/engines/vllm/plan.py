@@ -86,20 +86,21 @@ def describe_engines(config: Config, shapes: Shapes) -> tuple[list[str], dict[st
     device, source = memory_of_rank(config)
     if device is None:
         return [*lines, f"  memory of the device: unknown ({source})"], {"gpus": engine.gpus}
-    found = engine_sizes(engine, shapes, config.engine_memory_share * device)
+    share = config.engine_memory_share(shared=config.trainer.placement.colocate_all)
+    found = engine_sizes(engine, shapes, share * device)
     numbers = {
         "gpus": engine.gpus,
         "share": round(found.share),
         "weights": round(found.weights),
         "tokens": found.tokens,
     }
-    return [*lines, *_room(config, found, device, source)], numbers
+    return [*lines, *_room(config, found, device, share, source)], numbers
 
 
-def _room(config: Config, found: EngineSizes, device: float, source: str) -> Iterator[str]:
+def _room(config: Config, found: EngineSizes, device: float, share: float, source: str) -> Iterator[str]:
     longest = config.max_model_len
     yield (
-        f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {config.engine_memory_share:.0%} are the engine's "
+        f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {share:.0%} are the engine's "
         f"(gpu_memory_utilization): {found.weights / 2**30:,.2f} GiB for weights"
     )
     if found.tokens < longest:

@@ -18,4 +18,4 @@ def launch(config: Config, place: EnginePlace) -> Launched:
         return Remote(remote_options(config, owner, place.replica, trains=place.trains))
     if place.trains and config.engine_nodes > 1:
         return start_first_node(config, place)
-    return Server(server_options(place.run, config), place.directory, place.log)
+    return Server(server_options(place.run, config, place.replica), place.directory, place.log)

@@ -159,6 +159,7 @@ def remote_engines(config: ConfigTree) -> Iterator[Problem]:
         )
     for name, found in (
         ("trainer.placement.colocate_all", config.trainer.placement.colocate_all),
+        ("trainer.placement.lend", config.trainer.placement.lend),
         ("trainer.profiler.nsys_engine_iterations", config.trainer.profiler.nsys_engine_iterations),
         ("slurm.elastic.replicas", config.slurm.elastic.replicas),
         ("slurm.replicas_per_node", config.slurm.replicas_per_node),

@@ -421,23 +421,23 @@ def compile_cache() -> Path | None:
     return path if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022 else None
 
 
-def server_options(run: Run, config: Config) -> ServerOptions:
-    """Return the options of a run's own engine."""
-    return _options(config, run.name, run.token)
+def server_options(run: Run, config: Config, replica: int = 0) -> ServerOptions:
+    """Return the options of a replica's engine."""
+    return _options(config, run.name, run.token, shared=config.shares_gpus(replica))
 
 
 def served_options(config: Config, key_file: Path, listen: Listen) -> ServerOptions:
     """Return the options of an engine that runs of this configuration may use as an external one."""
-    return replace(_options(config, "", key_file), listen=listen, sleeps=False, recorded_iterations=0)
+    return replace(_options(config, "", key_file, shared=False), listen=listen, recorded_iterations=0)
 
 
-def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
+def _options(config: Config, run_name: str, token_file: Path, *, shared: bool) -> ServerOptions:
     generator, (rope_scaling, rope_theta) = config.generator, config.engine_rope
     versions, evaluates = config.trainer.fully_async.kept_versions, config.trainer.eval_interval > 0
     return ServerOptions(
         model=config.trainer.policy.model.pretrained,
         engine=generator.inference_engine,
-        memory_share=config.engine_memory_share,
+        memory_share=config.engine_memory_share(shared=shared),
         seed=config.sampling_seed,
         max_model_len=config.max_model_len,
         on_cpu=config.slurm.gpus == 0,
@@ -450,7 +450,7 @@ def _options(config: Config, run_name: str, token_file: Path) -> ServerOptions:
         lora_slots=versions + evaluates,
         lora_count=versions + evaluates * MOST_OPEN,
         recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
-        sleeps=config.trainer.placement.colocate_all,
+        sleeps=shared,
         records_experts=config.trainer.policy.experts.router_replay != "none",
         image_processor_kwargs=config.data.image_processor_kwargs,
     )

@@ -108,6 +108,7 @@ def sharing(config: Config, node: Node) -> list[str]:
     """Return the settings that have two processes of a node use the same GPU."""
     settings = {
         "trainer.placement.colocate_all": config.trainer.placement.colocate_all and node.ranks > 0,
+        "trainer.placement.lend": node.lends,
         "generator.inference_engine.weight_sync_backend": bool(node.replicas)
         and config.generator.inference_engine.weight_sync_backend == "nccl",
     }

@@ -17,6 +17,7 @@ PLACEMENT = "trainer.placement"
 CRITIC = {"trainer.critic.model.path": "c"}
 FOUR_GPUS = {f"{PLACEMENT}.policy_num_gpus_per_node": 4}
 COLOCATED = {f"{PLACEMENT}.colocate_all": True}
+LENDS = {f"{PLACEMENT}.lend": True}
 GYM = "environment.skyrl_gym"
 SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}}
 REWARD_MODEL = {"trainer.mode": "reward_model", "trainer.max_length": 64}
@@ -266,6 +267,26 @@ SKYRL = [
         "what learns from datasets waits for no engine",
         {**COLOCATED, **SFT}, f"{PLACEMENT}.colocate_all", 'no effect with trainer.mode="sft"',
         SFT,
+    ),
+    Case(
+        "colocated engines have the trainer's GPUs already",
+        {**LENDS, **COLOCATED}, f"{PLACEMENT}.lend", "trainer.placement.colocate_all), or set it to false",
+        LENDS,
+    ),
+    Case(
+        "Megatron-core's models leave their GPUs to no engine",
+        {**LENDS, **NO_KL, "trainer.strategy": "megatron"}, f"{PLACEMENT}.lend", "use trainer.strategy=fsdp2",
+        {**LENDS, **NO_KL},
+    ),
+    Case(
+        "a critic on nodes of its own leaves them to no engine",
+        {**LENDS, **CRITIC, f"{PLACEMENT}.critic_num_nodes": 1}, f"{PLACEMENT}.lend", "a critic on nodes of its own",
+        {**LENDS, **CRITIC},
+    ),
+    Case(
+        "a lent replica has room on a node of the trainer",
+        {**LENDS, f"{ENGINE}.tensor_parallel_size": 2}, f"{PLACEMENT}.lend", "a replica needs 2 GPUs",
+        {**LENDS, **FOUR_GPUS, f"{ENGINE}.tensor_parallel_size": 2},
     ),
     Case(
         "Megatron-core's models stay on their GPUs",

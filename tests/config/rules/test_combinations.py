@@ -14,7 +14,7 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
-from hpcrl.config.rules import agents, generation, ranks, scorers, training, unused_settings, uploads
+from hpcrl.config.rules import agents, generation, lending, ranks, scorers, training, unused_settings, uploads
 from hpcrl.config.rules import alerts as alerting
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
@@ -53,6 +53,7 @@ MODULES = (
     ranks,
     layouts,
     generation,
+    lending,
     scoring,
     scorers,
     site,

@@ -12,4 +12,5 @@ def test_a_turn_ends_when_all_ranks_have_left_their_devices(tmp_path: Path, two:
     two.play([("scenarios:turning", {"out": str(tmp_path / "facts.json")})])
     facts = json.loads((tmp_path / "facts.json").read_text())
     calls, phases = ["to_host", "to_device"], ["offload", "onload"]
-    assert facts == {"left": True, "calls": calls, "apart": None, "phases": phases}
+    lent = [[], calls, True, False, True]
+    assert facts == {"left": True, "calls": calls, "apart": None, "phases": phases, "lent": lent}
