@@ -92,7 +92,7 @@ def engine(model: str, longest: int, shapes: Shapes) -> tuple[int, int]:
     room = 0
     for size in (1, 2, 4, 8):
         config = config_of(model, longest, 1, f"generator.inference_engine.tensor_parallel_size={size}")
-        share = config.engine_memory_share * GPU_GIB * GIB
+        share = config.engine_memory_share(shared=config.trainer.placement.colocate_all) * GPU_GIB * GIB
         room = engine_sizes(config.generator.inference_engine, shapes, share).tokens // longest
         if room >= SAMPLES:
             return size, room

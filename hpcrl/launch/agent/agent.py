@@ -385,13 +385,13 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
         if status:
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
         config = Config.from_toml([run.config]).at(attempt.sizes)
+        if status:
+            require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
+            make_room(run, config, attempt.number)
         if len(attempt.hosts) < (wanted := len(make_plan(config))):
             raise RunError(
                 f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
             )
-        if status:
-            require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
-            make_room(run, config, attempt.number)
         if context.index < len(attempt.hosts):
             agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
             agent.supervise()
