@@ -13,7 +13,6 @@ import signal
 import sys
 from contextlib import closing
 
-from hpcrl.config import Config
 from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
@@ -22,6 +21,7 @@ from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.tensorboard.event_file import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -38,7 +38,7 @@ def main(path: str) -> None:
     heartbeat = Heartbeat(run, attempt, "controller")
     status = StatusWriter(run, "controller", attempt, heartbeat)
     status.write("loading data")
-    config = Config.from_toml([run.config])
+    config = attempt_config(run, attempt)
     service = build_service(run, attempt, config, status)
     heartbeat.beat("serve")
     followers = senders(run, trackers_of(config.trainer.logger)) | monitor_process(run, attempt, config.trainer)

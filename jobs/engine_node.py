@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 
-from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import nodes_backend
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
@@ -26,7 +26,7 @@ def main(path: str) -> None:
     run, attempt, number = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_PART"])
     status = StatusWriter(run, f"part-{number}", attempt, Heartbeat(run, attempt, f"part-{number}"))
     with ending_told(status):
-        config = Config.from_toml([run.config])
+        config = attempt_config(run, attempt)
         nodes_backend(config).serve_node(run, config, attempt, number, status)
 
 

@@ -18,6 +18,7 @@ from contextlib import closing
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Signed, bind
@@ -32,7 +33,7 @@ def main(path: str) -> None:
     heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)
     status.write("loading model")
     with ending_told(status), closing(Timeline(run, name, attempt)) as timeline:
-        serve(run, Config.from_toml([run.config]), attempt, name, status, heartbeat, timeline)
+        serve(run, attempt_config(run, attempt), attempt, name, status, heartbeat, timeline)
 
 
 def serve(

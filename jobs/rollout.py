@@ -23,6 +23,7 @@ from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rollout.engines.launch import launched
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -40,7 +41,7 @@ def main(path: str) -> None:
     status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
     status.write("starting engine")
     with ending_told(status), closing(Timeline(run, f"rollout-{replica}", attempt)) as timeline:
-        serve(run, Config.from_toml([run.config]), attempt, replica, status, heartbeat, timeline)
+        serve(run, attempt_config(run, attempt), attempt, replica, status, heartbeat, timeline)
 
 
 def serve(

@@ -27,6 +27,7 @@ from hpcrl.config import Config
 from hpcrl.config.scorers import REWARD, ScorerSet, samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told, renewed
@@ -45,7 +46,7 @@ def main(path: str) -> None:
     if not first:  # the others go where rank 0 goes, so that its agent watches that one
         os.environ.pop(DIRECTORY, None)
     heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)
-    config = Config.from_toml([run.config])
+    config = attempt_config(run, attempt)
     trainer, scorers = config.trainer, scorer_number(config, number)
     if first:
         status.write(f"loading the {scorers.title}")

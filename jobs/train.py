@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
 from hpcrl.observe.timeline import Timeline
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.colocation import DeviceLease
@@ -52,7 +53,7 @@ from hpcrl.types import Batch
 def main(run_dir: str) -> None:
     run, attempt = Run.open(run_dir), int(os.environ["HPCRL_ATTEMPT"])
     STOP.follow(run, attempt, PROCESS, speaks=os.environ["RANK"] == "0")
-    heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), Config.from_toml([run.config])
+    heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), attempt_config(run, attempt)
     trainer = config.trainer
     with (
         closing(Timeline(run, f"rank-{os.environ['RANK']}", attempt)) as timeline,

@@ -138,11 +138,13 @@ def note_empty_values(settings: Sequence[str]) -> None:
 
 def announce(run: Run) -> None:
     """Print where a run that was started is, and the commands for it."""
+    from hpcrl.launch.requeue.requests import requests_of
     from hpcrl.rundir.commit import read_json
 
     record = read_json(run.submission)
     assert record, run.submission
-    print(f"{run.name}: {record['executor']} job {record['job_id']}, {run.path}")
+    jobs = [f"{name} {job}".lstrip() for name, job in requests_of(record).items()]
+    print(f"{run.name}: {record['executor']} job {', '.join(jobs)}, {run.path}")
     print(f"  hpcrl status {short_name(run)}    hpcrl logs -f {short_name(run)}    hpcrl cancel {short_name(run)}")
 
 

@@ -44,6 +44,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     slurm = tree.get("slurm", {})
     if arguments.partition:
         slurm["partition"] = arguments.partition
+        slurm.pop("requests", None)
     if models:
         generator = tree.get("generator", {})
         template = build(ChatTemplateConfig, generator.get("chat_template", {}))

@@ -88,7 +88,7 @@ def _chosen(arguments: argparse.Namespace) -> tuple[Config, ServeBackend]:
     files, overrides = split(arguments.settings)
     if not files:
         raise ConfigError("no configuration file given; expected hpcrl engine FILE.toml … --key-file FILE")
-    config = Config.from_toml([Path(file) for file in files], overrides)
+    config = Config.from_toml([Path(file) for file in files], overrides).largest()
     backend = backend_of(config.generator.inference_engine)
     if "serve" not in backend.brings:
         serving = [f'"{name}"' for name, each in backends().items() if "serve" in each.brings]

@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -85,6 +85,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
+_MODULES = {name: command for group in COMMANDS.values() for name, command in group.items()}
 _ELSEWHERE = {
     "new": "init",
     "create": "init",
@@ -114,16 +115,16 @@ _OF_FILESYSTEMS = {
 def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of this command line, and that of its command, which alone has its arguments."""
     named = next((word for word in argv if not word.startswith("-")), None)
-    parser, commands = _parsers(lambda name: name == named)
+    parser, commands = _parsers({named} if named in _MODULES else _MODULES, {named})
     if named is not None and named not in commands:
         parser.error(f"there is no command {named!r}{_meant(named)}")
     return parser, commands[named] if named else parser
 
 
 def _parsers(
-    with_arguments: Callable[[str], bool],
+    names: Collection[str | None], with_arguments: Collection[str | None]
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of all commands, and that of each; the modules of those `with_arguments` are imported."""
+    """Return the parser of some commands, and that of each; the modules of those `with_arguments` are imported."""
     parser = argparse.ArgumentParser(
         prog="hpcrl",
         usage="hpcrl [-h] [--version] COMMAND ...",
@@ -134,9 +135,10 @@ def _parsers(
     parser.add_argument("--version", action="version", version=f"hpcrl {hpcrl.__version__}")
     group = parser.add_subparsers(prog="hpcrl", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     commands = dict[str, argparse.ArgumentParser]()
-    for name, (module, text) in (item for commands in COMMANDS.values() for item in commands.items()):
+    for name in (name for name in _MODULES if name in names):
+        module, text = _MODULES[name]
         commands[name] = group.add_parser(name, description=text[0].upper() + text[1:] + ".")
-        if with_arguments(name):
+        if name in with_arguments:
             importlib.import_module(module).add_arguments(commands[name])
     return parser, commands
 
@@ -145,7 +147,7 @@ def _meant(word: str) -> str:
     """Return which command may be meant: one that other tools call so, a command of a command, or one that is spelt alike."""
     if word in _ELSEWHERE:
         return f"; did you mean hpcrl {_ELSEWHERE[word]}?"
-    _, commands = _parsers(lambda _: True)
+    _, commands = _parsers(_MODULES, _MODULES)
     listed = re.compile(rf"^    {re.escape(word)}\b", re.MULTILINE)
     own = [f"hpcrl {name} {word}" for name, command in commands.items() if listed.search(command.format_help())]
     return f"; did you mean {' or '.join(own)}?" if own else did_you_mean(word, commands)
@@ -163,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that may follow
         words = os.environ["COMP_LINE"].split()
-        complete(_parsers(lambda name: name in words)[0])
+        complete(_parsers(_MODULES, words)[0])
     parser, chosen = _parser(argv)
     if not argv:
         parser.print_help(sys.stderr)

@@ -12,9 +12,9 @@ from hpcrl.text import printable
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
-    from hpcrl.config.sections.model import Pretrained
     from hpcrl.planning.estimate import Estimate
     from hpcrl.planning.memory import Need, Shapes
+    from hpcrl.planning.plan import RunPlan, ServedMemory
 
 _ROWS = {
     "weights": "weights",
@@ -24,52 +24,73 @@ _ROWS = {
     "activations": "activations",
     "logprobs": "log-probabilities",
 }
-_NAMES = {"policy": "policy", "ref": "reference", "critic": "critic"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: hpcrl plan experiment.toml site.toml slurm.gpu_memory_gb=80"
     parser.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="configuration files, then overrides")
+    parser.add_argument("--json", action="store_true", help="a JSON object")
     parser.set_defaults(action=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from json import dumps
+
     from hpcrl.config import Config
     from hpcrl.errors import ConfigError
+    from hpcrl.launch.submit.preflight import look
 
     files, overrides = split(arguments.settings)
     if not files:
         raise ConfigError("no configuration file given; expected hpcrl plan FILE.toml [FILE.toml ...] [KEY=VALUE ...]")
     config = Config.from_toml([Path(file) for file in files], overrides)
-    print(printable("\n".join([*plan_lines(config), *_notes(config)])))
+    plan = checked_plan(config)
+    problems, warnings = look(config)
+    if arguments.json:
+        of_submit = [{"path": problem.path, "message": problem.message} for problem in problems]
+        print(dumps(plan.to_json() | {"problems": of_submit, "warnings": warnings}, indent=2))
+        return 0
+    refused = [f"hpcrl submit would refuse this: {problem.path}: {problem.message}" for problem in problems]
+    notes = [*refused, *(f"note: {warning}" for warning in warnings)]
+    print(printable("\n".join([*plan_lines(plan), *([""] if notes else []), *notes])))
     return 0
 
 
-def _notes(config: Config) -> Iterator[str]:
-    from hpcrl.launch.submit.preflight import look
-
-    problems, warnings = look(config)
-    if problems or warnings:
-        yield ""
-    yield from (f"hpcrl submit would refuse this: {problem.path}: {problem.message}" for problem in problems)
-    yield from (f"note: {warning}" for warning in warnings)
-
-
-def plan_lines(config: Config) -> Iterator[str]:
-    """Yield what the command prints."""
+def checked_plan(config: Config) -> RunPlan:
+    """Return the plan of a configuration; with ranges, of its largest layout. Raises DataError where the ranks cannot share the model."""
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
-    from hpcrl.launch.nodes import describe_plan, make_plan
+    from hpcrl.launch.layouts import all_layouts, usable_layouts
+    from hpcrl.launch.submit.models import check_layouts, rank_problems
+    from hpcrl.planning.layouts import memory_problems
+    from hpcrl.planning.plan import RunPlan
+
+    layouts = all_layouts(config, rank_problems, memory_problems)
+    if layouts[0].sizes:
+        config = config.at((usable_layouts(layouts) or layouts)[-1].sizes)
+    raise_together(list(check_layouts(config)), lambda _: None, DataError)
+    return RunPlan.of(config, layouts)
+
+
+def plan_lines(plan: RunPlan) -> Iterator[str]:
+    """Yield what the command prints."""
+    from hpcrl.launch.layouts import describe_layouts, usable_layouts
+    from hpcrl.launch.nodes import describe_plan
     from hpcrl.launch.pools import describe_pools
-    from hpcrl.launch.submit.models import check_layouts, folder_of
+    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.prefixes import describe_prefixes
     from hpcrl.planning.rank_groups import describe_ranks
 
-    raise_together(list(check_layouts(config)), lambda _: None, DataError)
-    yield from describe_plan(make_plan(config))
+    config = plan.config
+    if table := describe_layouts(plan.layouts):
+        yield from table
+        yield ""
+        yield f"the largest one{'' if usable_layouts(plan.layouts) else ', which cannot work'}:"
+    yield from describe_plan(plan.nodes)
     yield from _evaluators(config)
-    yield from describe_pools(config)
+    yield from describe_pools(plan.pools, config)
+    yield from describe_requests(config.slurm)
     yield from _lending(config)
     yield ""
     yield from describe_ranks(config.trainer)
@@ -77,10 +98,12 @@ def plan_lines(config: Config) -> Iterator[str]:
         yield from _layers(config)
     yield ""
     yield from describe_prefixes(config)
-    yield from _models(config)
-    yield from _served(config)
+    yield from _models(plan)
+    for each in plan.served:
+        yield ""
+        yield from _served(each)
     yield ""
-    yield from describe_disk(config, folder_of)
+    yield from describe_disk(config, plan.disk)
 
 
 def _lending(config: Config) -> Iterator[str]:
@@ -100,10 +123,8 @@ def _lending(config: Config) -> Iterator[str]:
 
 def _evaluators(config: Config) -> Iterator[str]:
     if own := config.slurm.eval_replicas:
-        names, gpus = (
-            ", ".join(f"rollout-{number}" for number in config.evaluators),
-            own * config.generator.inference_engine.gpus,
-        )
+        names = ", ".join(f"rollout-{number}" for number in config.evaluators)
+        gpus = own * config.generator.inference_engine.gpus
         devices = f", {gpus} GPU(s)," if config.slurm.gpus else ""
         yield f"{names} only evaluate (slurm.eval_replicas):{devices} idle whenever no evaluation is open"
 
@@ -127,65 +148,34 @@ def _layers(config: Config) -> Iterator[str]:
         yield f"  hint: without TransformerEngine a rank computes its experts one after the other{remedy}"
 
 
-def _models(config: Config) -> Iterator[str]:
-    from importlib.util import find_spec
-
-    from hpcrl.errors import DataError, RunError
-    from hpcrl.launch.submit.models import fetch_entries, folder_of
+def _models(plan: RunPlan) -> Iterator[str]:
     from hpcrl.planning.devices import memory_of_rank
-    from hpcrl.planning.family import plan_family
 
-    try:
-        described = plan_family(config).describe_policy(config)
-    except (ImportError, DataError, RunError) as error:
-        yield f"policy: its parameters and memory are not known: {error}"
-        return
-    if described is not None:
-        lines, size = described
+    if plan.family:
+        lines, parts = plan.family
         yield from lines
-        yield _of_device(size, memory_of_rank(config), _unit(size)[0])
-        return
-    named = config.trainer.models
-    here = {model: fetch_entries(model) for model in dict.fromkeys(named.values())}
-    away = {role: model for role, model in named.items() if not here[model]}
-    for role, model in away.items():
-        yield (
-            f"{_NAMES[role]}: {model} is not on this machine, and the hub does not answer or has no such model, so parameters and memory are "
-            "not known; its config.json alone would do"
-        )
-    if away:
-        return
-    if not (find_spec("torch") and find_spec("transformers")):
-        yield "parameters and memory: not known without torch and transformers, which this environment does not have"
-        return
-    from hpcrl.planning.backend import describe_engines
-    from hpcrl.planning.estimate import estimate, estimate_critic
-    from hpcrl.planning.shapes import model_shapes
-
-    models = model_shapes(config.trainer, folder_of)
-    try:
-        found = estimate(config, models)
-    except DataError as error:
-        yield f"memory: {error}"
-        return
-    apart = estimate_critic(config, models)
-    yield from _parameters(config, named, models, found.counts | (apart.counts if apart else {}))
-    yield ""
-    yield from _memory(config, found)
-    if apart:
+        size = sum(parts.values())
+        yield _of_device(size, memory_of_rank(plan.config), _unit(size)[0])
+    yield from plan.unknown
+    if plan.models:
+        yield from _parameters(plan)
+    for found in plan.trainers:
         yield ""
-        yield from _memory(config, apart)
-    yield from describe_engines(config, models["policy"])
+        yield from _memory(plan.config, found)
+    if plan.engines:
+        yield ""
+        yield from plan.engines[0]
 
 
-def _parameters(
-    config: Config, named: Mapping[str, Pretrained], models: Mapping[str, Shapes], counts: Mapping[str, list[int]]
-) -> Iterator[str]:
+def _parameters(plan: RunPlan) -> Iterator[str]:
+    from hpcrl.planning.plan import ROLES
+
+    config, named, counts = plan.config, plan.config.trainer.models, plan.counts
     megatron = config.trainer.strategy == "megatron"
-    for role, shapes in models.items():
+    for role, shapes in plan.models.items():
         frozen = sum(weight.count for weight in shapes.weights if not weight.trained)
         of_them = f", {frozen:,} of them frozen" if frozen and role != "ref" else ""
-        yield f"{_NAMES[role]}: {shapes.kind} of {named[role]}, {shapes.count:,} parameters{of_them}"
+        yield f"{ROLES[role]}: {shapes.kind} of {named[role]}, {shapes.count:,} parameters{of_them}"
         if megatron and role != "critic":
             yield f"  {_paddings(config, shapes.width.vocabulary)}"
         yield from _parts(config, shapes, counts[role])
@@ -274,30 +264,19 @@ def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:
     return f"  memory of the device: {device / unit:,.2f} ({source}), {left}"
 
 
-def _served(config: Config) -> Iterator[str]:
-    from importlib.util import find_spec
-
-    from hpcrl.launch.submit.models import fetch_entries, folder_of
-    from hpcrl.planning.devices import memory_of_rank
-    from hpcrl.planning.served import forward_need, served, served_shapes
-
-    for each in served(config):
-        yield ""
-        if not fetch_entries(each.model):
-            yield f"{each.what}: {each.model} is not on this machine, so its parameters and memory are not known; its config.json alone would do"
-        elif not (find_spec("torch") and find_spec("transformers")):
-            yield f"{each.what}: its parameters and memory are not known without torch and transformers, which this environment does not have"
-        else:
-            shapes, memory = served_shapes(config, each, folder_of), memory_of_rank(config, each.together)
-            need = forward_need(config, each, shapes, memory[0])
-            total = need.resident + need.working
-            unit, name = _unit(total)
-            yield f"{each.what}: {shapes.kind} of {each.model}, {shapes.count:,} parameters, on {each.processes} process(es), {each.ranks} per copy"
-            yield f"memory of each, in {name}, for passes of {each.tokens:,} tokens without gradients"
-            rows = [(_ROWS[row], getattr(need, row)) for row in _ROWS if getattr(need, row)]
-            yield from (f"  {row:18}{_amount(amount, unit):>12}" for row, amount in rows)
-            yield f"  in all {total / unit:,.2f}"
-            yield _of_device(total, memory, unit)
+def _served(each: ServedMemory) -> Iterator[str]:
+    if each.shapes is None or each.need is None:
+        yield each.unknown
+        return
+    model, shapes, need = each.model, each.shapes, each.need
+    total = need.resident + need.working
+    unit, name = _unit(total)
+    yield f"{model.what}: {shapes.kind} of {model.model}, {shapes.count:,} parameters, on {model.processes} process(es), {model.ranks} per copy"
+    yield f"memory of each, in {name}, for passes of {model.tokens:,} tokens without gradients"
+    rows = [(_ROWS[row], getattr(need, row)) for row in _ROWS if getattr(need, row)]
+    yield from (f"  {row:18}{_amount(amount, unit):>12}" for row, amount in rows)
+    yield f"  in all {total / unit:,.2f}"
+    yield _of_device(total, each.device, unit)
 
 
 def _unit(total: int) -> tuple[int, str]:
@@ -305,8 +284,10 @@ def _unit(total: int) -> tuple[int, str]:
 
 
 def _table(needs: Mapping[str, Need], unit: int) -> Iterator[str]:
+    from hpcrl.planning.plan import ROLES
+
     rows = [name for name in _ROWS if any(getattr(need, name) for need in needs.values())]
-    yield "".join([f"  {'':18}", *(f"{_NAMES[role]:>12}" for role in needs)])
+    yield "".join([f"  {'':18}", *(f"{ROLES[role]:>12}" for role in needs)])
     for name in rows:
         yield "".join(
             [f"  {_ROWS[name]:18}", *(f"{_amount(getattr(need, name), unit):>12}" for need in needs.values())]

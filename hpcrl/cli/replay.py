@@ -52,7 +52,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
     run = named_run(arguments)
     plan = plan_replay(run, arguments.step, arguments.times)
-    config = Config.from_toml([config_of(run, arguments.step)], arguments.settings)
+    config = Config.from_toml([config_of(run, arguments.step)], arguments.settings).largest()
     ranks = ranks_here(config.trainer, arguments.ranks)
     with _place(arguments.output) as place:
         results = replay(plan, config, ranks, Run(place))

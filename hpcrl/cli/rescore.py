@@ -38,7 +38,7 @@ def _rescore(arguments: argparse.Namespace) -> int:
     from hpcrl.rundir.layout import Run, default_root
 
     evaluation = find_evaluation(arguments.evaluation, arguments.root or default_root())
-    config = Config.from_toml([evaluation.run.config], arguments.settings)
+    config = Config.from_toml([evaluation.run.config], arguments.settings).largest()
     place = Run((arguments.output or _default_place(evaluation)).absolute())
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")

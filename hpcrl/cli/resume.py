@@ -22,11 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _resume(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.manage.resume import resume
+    from hpcrl.planning.layouts import memory_problems_apart
 
     resumed: list[Run] = []
 
     def act(run: Run) -> None:
-        for change in resume(run, arguments.settings):
+        for change in resume(run, arguments.settings, [memory_problems_apart]):
             print(f"  {change}")
         announce(run)
         resumed.append(run)

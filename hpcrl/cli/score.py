@@ -38,7 +38,7 @@ def _score(arguments: argparse.Namespace) -> int:
     if not files:
         raise ConfigError("no configuration file given; expected hpcrl score FILE.toml [KEY=VALUE ...] -o DIR")
     # a file that names what is written here serves for both
-    config = Config.from_toml(files, [*overrides, "trainer.distillation.precomputed_logprobs="])
+    config = Config.from_toml(files, [*overrides, "trainer.distillation.precomputed_logprobs="]).largest()
     place = Run(arguments.output.absolute())
     score(config, ranks_here(config.trainer, arguments.ranks, "ref"), place, to_stderr)
     print(

@@ -213,8 +213,14 @@ def _as_json(state: RunState, with_size: bool, *, with_goodput: bool = False) ->
         "over": state.over,
         "executor": state.submission.get("executor"),
         "job": {"id": state.submission.get("job_id"), "state": job.name, "reason": job.reason, "start": job.start},
+        "requests": {
+            name: {"id": number, "state": one.name, "reason": one.reason, "start": one.start}
+            for name, (number, one) in state.requests.items()
+            if name
+        },
         "overrides": state.submission.get("overrides", []),
         "attempt": state.attempt,
+        "layout": state.layout,
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,

@@ -33,23 +33,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from hpcrl.launch.doctor.disk_space import Sizes
+    from hpcrl.launch.layouts import describe_layouts
     from hpcrl.launch.submit import submit
     from hpcrl.launch.submit.checked import checked_submission
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.launch.submit.sweep import elements
     from hpcrl.planning.disk import describe_disk
+    from hpcrl.planning.layouts import memory_problems_apart
 
     files, overrides = split(arguments.settings)
     varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
     submission, warnings = checked_submission([Path(name) for name in files], overrides, varied)
     for warning in warnings:
         print(f"hpcrl: {printable(warning)}", file=sys.stderr)
+    checks = (memory_problems_apart,)
+    submission = replace(submission, elements=[replace(each, checks=checks) for each in submission.elements])
     if arguments.dry_run:
         _show_dry_run(submission, scripts=arguments.script)
         return 0
     if not arguments.local:
         submit.require_slurm()
-    print("\n".join(describe_disk(submission.elements[0].config, folder_of)))
+    first = submission.elements[0]
+    disk = describe_disk(first.planned, Sizes.of(first.planned, folder_of))
+    print("\n".join([*describe_layouts(first.every_layout), *disk]))
     runs = submit.submit(submission, arguments.local)
     for run in runs:
         announce(run)
@@ -57,18 +66,24 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
+    from hpcrl.launch.doctor.disk_space import Sizes
+    from hpcrl.launch.layouts import describe_layouts
     from hpcrl.launch.nodes import describe_plan, make_plan
-    from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.pools import describe_pools, elastic_pools
+    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.planning.disk import describe_disk
 
-    config = submission.elements[0].config
-    print("# configuration: what is not the default\n" + config.to_toml(only_changed=True))
+    first = submission.elements[0]
+    config = first.planned
+    print("# configuration: what is not the default\n" + first.config.to_toml(only_changed=True))
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
-    print("\n".join([*describe_plan(make_plan(config)), *describe_pools(config), *describe_disk(config, folder_of)]))
+    disk = describe_disk(config, Sizes.of(config, folder_of))
+    jobs = [*describe_pools(elastic_pools(config), config), *describe_requests(config.slurm)]
+    print("\n".join([*describe_layouts(first.every_layout), *describe_plan(make_plan(config)), *jobs, *disk]))
     for title, script in batch_scripts(submission).items() if scripts else ():
         print(f"# {title}\n{script}")
     print("dry run: nothing was submitted" + ("" if scripts else "; --script shows the batch scripts"))

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -48,7 +48,7 @@ class Setting:
     default: Any
     facts: Facts = Facts()
 
-    @property
+    @cached_property  # asked for thousands of times when a configuration is checked
     def subsection(self) -> type | None:
         """The dataclass below it, where it is a section."""
         (kind, *others) = self.types

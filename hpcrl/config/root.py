@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +18,9 @@ from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.family import family_of
 from hpcrl.config.fields import values
 from hpcrl.config.import_path import WRITTEN_WRONGLY
+from hpcrl.config.layouts import combinations, ranges_of, with_sizes
 from hpcrl.config.load import Merged, nested, read
-from hpcrl.config.rules.combinations import alone, check
+from hpcrl.config.rules.combinations import alone, check, check_layout
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig
@@ -87,6 +88,21 @@ class Config(ConfigTree):
         overrides = [overrides] if isinstance(overrides, str) else overrides
         merged = read([], overrides, type(self), self.to_dict())
         return self._chosen(merged)._checked(merged)
+
+    def at(self: _C, sizes: Mapping[str, int]) -> _C:
+        """Return the configuration of a layout: with these sizes, by path, in place of ranges."""
+        return with_sizes(self, sizes)
+
+    def layouts(self) -> Iterator[tuple[dict[str, int], list[Problem]]]:
+        """Yield the sizes of each layout, the largest first, and what cannot work with them."""
+        for sizes in combinations(self):
+            yield sizes, check_layout(self.at(sizes))
+
+    def largest(self: _C) -> _C:
+        """Return the configuration of the largest layout that works; of one without ranges it is the only one."""
+        if not ranges_of(self):
+            return self
+        return self.at(next((sizes for sizes, problems in self.layouts() if not problems), {}))
 
     @classmethod
     def from_dict_config(cls: type[_C], tree: Mapping[str, Any]) -> _C:

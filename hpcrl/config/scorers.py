@@ -103,7 +103,7 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
         model, nodes, ranks = trainer.ref_model, placement.ref_num_nodes, placement.ref_num_gpus_per_node
         fsdp = trainer.ref_sharding
         name = _name(config, REFERENCE, model, trainer.ref.config_overrides, fsdp)
-        nodes = placement.policy_num_nodes if nodes is None else nodes
+        nodes = placement.policy_nodes if nodes is None else nodes
         ranks = placement.policy_num_gpus_per_node if ranks is None else ranks
         sharing = trainer.ref_model_parallel_size if trainer.strategy == "fsdp2" else 1
         found.append(ScorerSet(REFERENCE, name, model, nodes, ranks, fsdp, sharing=sharing))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hpcrl.convert.conversion import Conversion, directory_name
@@ -101,9 +102,13 @@ def _write(conversion: Conversion, source: str, path: str, value: Any, message: 
     conversion.note("translated" if message else "mapped", source, path, message)
 
 
-def _time(conversion: Conversion, source: str, value: str | None) -> None:
-    """Read minutes, minutes:seconds, hours:minutes:seconds, and days- before hours, as sbatch does."""
-    path = "slurm.time_minutes"
+def _time(conversion: Conversion, source: str, value: str | None, least: bool = False) -> None:
+    """Read minutes, minutes:seconds, hours:minutes:seconds, and days- before hours, as sbatch does.
+
+    Args:
+        least: of the shortest limit with which a job may start.
+    """
+    path = "slurm.time_min_minutes" if least else "slurm.time_minutes"
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value or "")
     if found is None:
         conversion.note("conflict", source, path, "expected a time such as 04:00:00 or 1-12; write its minutes")
@@ -115,7 +120,8 @@ def _time(conversion: Conversion, source: str, value: str | None) -> None:
         minutes = (first or 0) * 60 + (second or 0) + third / 60
     else:
         minutes = (first or 0) + (second or 0) / 60
-    _write(conversion, source, path, max(1, round(minutes)), "of each attempt, after which a run continues in the next")
+    message = "of each attempt, after which a run continues in the next"
+    _write(conversion, source, path, max(1, round(minutes)), message)
 
 
 def _memory(conversion: Conversion, source: str, value: str | None) -> None:
@@ -178,6 +184,7 @@ def _array(conversion: Conversion, source: str, value: str | None) -> None:
 
 _READERS = {
     "time": _time,
+    "time-min": partial(_time, least=True),
     "mem": _memory,
     "gres": _gpus,
     "gpus-per-node": _gpus,

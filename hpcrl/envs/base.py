@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
-from hpcrl.types import LARGEST
+from hpcrl.types import LARGEST, LONGEST_FAILURE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,4 +158,4 @@ def user_code(where: str) -> Iterator[None]:
     except HpcrlError as error:
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:
-        raise UserCodeError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise UserCodeError(f"{where} raised {type(error).__name__}: {str(error)[:LONGEST_FAILURE]}") from error

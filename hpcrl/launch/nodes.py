@@ -109,15 +109,15 @@ def make_plan(config: Config) -> list[Node]:
         offset += gpus
 
     ranks, width = trainer.placement.policy_num_gpus_per_node, config.replicas_per_node
-    for node in range(trainer.placement.policy_num_nodes):
+    for node in range(trainer.placement.policy_nodes):
         add("trainer", ranks, ranks=ranks, replicas=_beside(config, node))
     number, ranks = trainer.placement.critic_nodes
     for _ in range(number if trainer.has_own_critic else 0):
         add("trainer", ranks, ranks=ranks, critic=True)
     parts = config.engine_nodes
     apart = config.has_engines and not (trainer.placement.colocate_all or engine.remote_urls)
-    for first in range(0, engine.num_engines if apart else 0, width):
-        replicas = range(first, min(first + width, engine.num_engines))
+    for first in range(0, engine.engines if apart else 0, width):
+        replicas = range(first, min(first + width, engine.engines))
         add("rollout", len(replicas) * engine.gpus // parts, replicas=replicas)
         for part in range(first * (parts - 1), (first + 1) * (parts - 1)):
             add("rollout", engine.gpus // parts, engine_parts=[part])
@@ -138,7 +138,7 @@ def make_plan(config: Config) -> list[Node]:
 def _beside(config: Config, node: int) -> range:
     engine, placement = config.generator.inference_engine, config.trainer.placement
     if engine.remote_urls and config.has_engines:
-        return range(node, engine.num_engines, placement.policy_num_nodes)
+        return range(node, engine.engines, placement.policy_nodes)
     width = config.replicas_per_trainer_node
     here = range(node * width, (node + 1) * width)
     return here if placement.colocate_all else config.lent_replicas[here.start : here.stop]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcrl.config import Config, ElasticConfig
@@ -53,9 +54,9 @@ def elastic_pools(config: Config) -> list[Pool]:
     engine, elastic, on_gpu = config.generator.inference_engine, config.slurm.elastic, config.slurm.gpus > 0
     first, found = len(make_plan(config)), list[Pool]()
     if elastic.replicas:
-        replicas, gpus = range(engine.num_engines, engine.num_engines + elastic.replicas), engine.gpus
+        replicas, gpus = range(engine.engines, engine.engines + elastic.replicas), engine.gpus
         nodes = [Node(first + at, "rollout", 0, (replica,), gpus * on_gpu, 0) for at, replica in enumerate(replicas)]
-        instead, share = "generator.inference_engine.num_engines", config.replicas_per_node
+        instead, share = "generator.inference_engine.engines", config.replicas_per_node
         found.append(Pool(ROLLOUT, "", "slurm.elastic", instead, elastic, tuple(nodes), share))
         first += len(nodes)
     sets = scorer_sets(config)
@@ -91,10 +92,10 @@ def with_few_cores(config: Config) -> list[str]:
     return list(dict.fromkeys(few))
 
 
-def describe_pools(config: Config) -> list[str]:
+def describe_pools(pools: Sequence[Pool], config: Config) -> list[str]:
     """Return one line for each elastic pool, for people."""
     lines = []
-    for pool in elastic_pools(config):
+    for pool in pools:
         partition = pool.asked.partition or config.slurm.partition or "of the cluster"
         of_what = f" ({pool.what})" if pool.what else ""
         lines.append(f"elastic: {', '.join(pool.workers)}{of_what}, partition {partition}")

@@ -16,6 +16,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.observe.metrics import last_records
 from hpcrl.observe.tuning import CALLS, GROUPS_AT_ONCE, LEAST_SHARE, TUNINGS, Measured
 from hpcrl.observe.waiting import TRAINER, Wait, Waiting, waiting_of
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import read_object
 
@@ -86,7 +87,7 @@ def advise(run: Run) -> Advised | None:
     Raises:
         ConfigError: its configuration is one of another version of hpcrl.
     """
-    config = Config.from_toml([run.config])
+    config = attempt_config(run)
     lent = [f"rollout-{replica}" for replica in config.lent_replicas]
     waiting = waiting_of(run, colocated=config.trainer.placement.colocate_all, lent=lent)
     if waiting is None:

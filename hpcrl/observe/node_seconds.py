@@ -24,6 +24,7 @@ from hpcrl.observe.waiting import (
     wait_of_replica,
     wait_of_trainer,
 )
+from hpcrl.rundir.allocations import LEFT_OVER
 
 TRAINED, GENERATED, SCORED, EVALUATED, SAVED = "training", "generation", "scoring", "evaluation", "saving"
 STARTING, WAITED, LOST, IDLE_NODES, UNRECORDED = "starting", "waiting", "lost", "idle", "not recorded yet"
@@ -96,6 +97,8 @@ class _Device:
         if len(self.processes) > 1 and state in (BATCH, ABSENT):
             whose, state = (_TURNS if state == BATCH else _REPLICA), states[self.processes[1]]
         self.begun |= state != ABSENT
+        if self.node.role == LEFT_OVER:
+            return (self.node.attempt, LEFT_OVER, 1.0, "", ABSENT, (IDLE_NODES, LEFT_OVER))
         state = state if self.begun else LOAD
         return (self.node.attempt, self.node.role, 1 / max(1, len(self.node.devices)), whose, state, self.node.after)
 

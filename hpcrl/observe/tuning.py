@@ -136,14 +136,14 @@ def _more_engines(measured: Measured) -> Proposal | None:
     wanted = replicas / (1 - share) if ahead else replicas * share / (1 - share)
     wanted = min(max(replicas + 1, math.ceil(wanted - _ROUNDING)), _MOST_TIMES * replicas)
     path = "slurm.elastic.replicas" if elastic else "generator.inference_engine.num_engines"
-    own = elastic if elastic else engine.num_engines
+    own = elastic if elastic else engine.engines
     return Proposal({path: own + wanted - replicas}, 1 / (1 - share + share * replicas / wanted))
 
 
 def _lend(measured: Measured) -> Proposal | None:
     """Engines that wake get groups only where the others have no room for all that may be under way."""
     config, share, room = measured.config, measured.waiting.share(TRAINER, SAMPLES), measured.groups_at_once
-    own, lent = config.max_replicas, config.replicas_per_trainer_node * config.trainer.placement.policy_num_nodes
+    own, lent = config.max_replicas, config.replicas_per_trainer_node * config.trainer.placement.policy_nodes
     wanted = config.trainer.train_batch_size * (config.trainer.fully_async.max_staleness_steps + 1)
     if share < LEAST_SHARE or measured.on_one_machine or lent == 0 or room is None or room * own >= wanted:
         return None
@@ -163,7 +163,7 @@ def _no_evaluators(measured: Measured) -> Proposal | None:
 
 def _fewer_gpus(measured: Measured) -> Proposal | None:
     config, waiting = measured.config, measured.waiting
-    idle, engines = waiting.share(ENGINES, TRAINING), config.generator.inference_engine.num_engines
+    idle, engines = waiting.share(ENGINES, TRAINING), config.generator.inference_engine.engines
     if idle < 0.5 or waiting.share(TRAINER, SAMPLES, ENVIRONMENTS) >= LEAST_SHARE or config.slurm.gpus == 0:
         return None
     wanted = max(1, math.ceil(1.25 * engines * (1 - idle) - _ROUNDING))

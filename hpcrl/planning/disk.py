@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from hpcrl.config import Config
-from hpcrl.config.sections.model import Pretrained
 from hpcrl.launch.doctor.disk_space import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED, Retention
 from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.units import readable_size
 
 
-def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]) -> Iterator[str]:
+def describe_disk(config: Config, sizes: Sizes | None) -> Iterator[str]:
     """Yield lines about checkpoints and published weights, for people.
 
     Args:
-        folder_of: the directory of a model, None where it is not on this machine.
+        sizes: bytes of its files; None: not known.
     """
-    trainer, sizes = config.trainer, Sizes.of(config, folder_of)
+    trainer = config.trainer
     keep = Retention.of(trainer) if trainer.saves_checkpoints else None
     if sizes is None:
         yield f"disk: not known, since not all models have safetensors files on this machine; {_kept(keep)}"

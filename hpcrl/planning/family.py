@@ -11,8 +11,8 @@ from hpcrl.config.family import family_of
 class PlanFamily(Protocol):
     """The module `plan` of a family."""
 
-    def describe_policy(self, config: Config) -> tuple[list[str], int] | None:
-        """Return lines about the policy, and the bytes that a rank needs of it; None: of a language model, which `hpcrl plan` counts by its layers.
+    def describe_policy(self, config: Config) -> tuple[list[str], dict[str, int]] | None:
+        """Return lines about the policy, and the bytes that a rank needs of it, by what they hold; None: of a language model, which `hpcrl plan` counts by its layers.
 
         Raises:
             ImportError, DataError, RunError: the model cannot be loaded here.

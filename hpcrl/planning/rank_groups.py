@@ -30,7 +30,7 @@ _FAST = {  # wait for each other in every layer
 
 def describe_ranks(trainer: TrainerConfig) -> list[str]:
     """Return lines about the trainer's ranks and their groups, with warnings where a group is slow."""
-    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_num_nodes
+    ranks, nodes = trainer.placement.policy_ranks, trainer.placement.policy_nodes
     on_node = trainer.placement.policy_num_gpus_per_node
 
     def node_of(rank: int) -> int:
@@ -38,7 +38,7 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
-        groups = _of_fsdp(trainer)
+        groups = rank_groups(trainer)["policy"]
         lines = [f"{where}, {trainer.strategy}", *_lines(groups, node_of), *_slow(groups, on_node)]
         if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
             lines.append(
@@ -46,7 +46,7 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
             )
         return lines + list(_critic(trainer))
     layout = ParallelLayout.of(trainer.policy.megatron_config, ranks)
-    groups = _of_megatron(layout)
+    groups = rank_groups(trainer)["policy"]
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
     if "EP" in groups:
@@ -60,18 +60,26 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
 def communicators(trainer: TrainerConfig) -> int:
     """Return how many process groups of several ranks a rank of the policy is in, each of which keeps memory of its GPU."""
+    return sum(len(found[0]) > 1 for found in rank_groups(trainer)["policy"].values())
+
+
+def rank_groups(trainer: TrainerConfig) -> dict[str, dict[str, Groups]]:
+    """Return the groups of the policy's ranks and, where a critic has its own, of the critic's, each by the name of its kind."""
+    placement, first = trainer.placement, trainer.placement.policy_ranks
     if trainer.strategy == "megatron":
-        groups = _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, trainer.placement.policy_ranks))
+        found = {"policy": _of_megatron(ParallelLayout.of(trainer.policy.megatron_config, first))}
     else:
-        groups = _of_fsdp(trainer)
-    return sum(len(found[0]) > 1 for found in groups.values())
+        on_node, together = placement.policy_num_gpus_per_node, trainer.model_parallel_size
+        found = {"policy": _of_fsdp(trainer.policy.fsdp_config, range(first), on_node, together)}
+    if trainer.has_own_critic:
+        ranks, together = range(first, first + placement.critic_ranks), trainer.critic_model_parallel_size
+        found["critic"] = _of_fsdp(trainer.critic.fsdp_config, ranks, placement.critic_nodes[1], together)
+    return found
 
 
-def _of_fsdp(trainer: TrainerConfig) -> dict[str, Groups]:
-    ranks, sharding = range(trainer.placement.policy_ranks), trainer.policy.fsdp_config
-    groups = _copies(sharding, ranks, trainer.placement.policy_num_gpus_per_node)
-    groups |= _consecutive(_TOGETHER, ranks, trainer.model_parallel_size)
-    return groups | _consecutive(_EXPERTS, ranks, sharding.expert_parallel_size)
+def _of_fsdp(fsdp: FSDPConfig, ranks: range, on_node: int, together: int) -> dict[str, Groups]:
+    groups = _copies(fsdp, ranks, on_node) | _consecutive(_TOGETHER, ranks, together)
+    return groups | _consecutive(_EXPERTS, ranks, fsdp.expert_parallel_size)
 
 
 def _of_megatron(layout: ParallelLayout) -> dict[str, Groups]:
@@ -85,11 +93,8 @@ def _critic(trainer: TrainerConfig) -> Iterator[str]:
     first, (nodes, on_node) = trainer.placement.policy_ranks, trainer.placement.critic_nodes
     ranks = range(first, first + nodes * on_node)
     yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
-    before = trainer.placement.policy_num_nodes
-    groups = _copies(trainer.critic.fsdp_config, ranks, on_node)
-    groups |= _consecutive(_TOGETHER, ranks, trainer.critic_model_parallel_size)
-    groups |= _consecutive(_EXPERTS, ranks, trainer.critic.fsdp_config.expert_parallel_size)
-    yield from _lines(groups, lambda rank: before + (rank - first) // on_node)
+    before = trainer.placement.policy_nodes
+    yield from _lines(rank_groups(trainer)["critic"], lambda rank: before + (rank - first) // on_node)
 
 
 def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:

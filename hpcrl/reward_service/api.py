@@ -10,7 +10,6 @@ What a request lacks is answered with 400 and a reason.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from urllib.parse import parse_qs
 from hpcrl.config.sections.environment import OVERALL, REWARD_MODEL
 from hpcrl.reward_service.model import Messages, RewardModel
 from hpcrl.reward_service.scoring import Scoring
-from hpcrl.runtime.http_server import BadRequest, Refused, Route
+from hpcrl.runtime.http_server import BadRequest, Refused, Route, parse_json
 
 _TEXT = "text"
+_MOST_FIELDS = 16
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ class EnqueueBody:
 
     def parse(self, content: bytes) -> Asked:
         line, _, media = content.partition(b"\n")
-        try:
-            body = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the first line is no JSON: {error}") from error
+        body = parse_json(line)
         if not isinstance(body, dict):
             raise BadRequest("expected a JSON object in the first line")
         if media or body.get("media_type", _TEXT) != _TEXT:
@@ -64,7 +61,7 @@ class FetchBody:
 
     def parse(self, content: bytes) -> str:
         try:
-            form = parse_qs(content.decode("ascii"))
+            form = parse_qs(content.decode("ascii"), max_num_fields=_MOST_FIELDS)
         except ValueError as error:
             raise BadRequest(f"expected a form: {error}") from error
         if form.get("type", [REWARD_MODEL]) != [REWARD_MODEL]:

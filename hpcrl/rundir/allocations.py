@@ -23,6 +23,7 @@ SILENT_S = 5 * RENEW_S
 """An allocation that was not renewed for so long is over: its node is gone."""
 STARTED = "HPCRL_JOB_STARTED"
 """Variable with the Unix time at which the job started: Slurm's, or that of the batch script's first lines where Slurm does not export it."""
+LEFT_OVER = "left over"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class AllocatedNode:
     """One node of an allocation.
 
     Attributes:
-        role: trainer, rollout, reward or scorer.
+        role: trainer, rollout, reward or scorer; `LEFT_OVER` where the layout of the attempt has no use for the node.
         devices: of each device the processes that use it, by the names of their timelines; equal shares of the node. The first rank of a
             model stands for all of its ranks.
     """

@@ -42,6 +42,7 @@
   trackers/<name>.json             what a tracker has received; <name>/ its own files
   uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
   control/                         stop, stacks: requests to the agents
+  claims/<number>.json             which start of which job the run belongs to, where several requests wait for it (hpcrl/rundir/claims.py)
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
 """
@@ -295,6 +296,10 @@ class Run:
     @property
     def stacks_request(self) -> Path:
         return self.path / "control" / "stacks.json"
+
+    @property
+    def claims(self) -> Path:
+        return self.path / "claims"
 
     def outcome(self, attempt: int) -> Path:
         return self.outcomes / f"{attempt}.json"

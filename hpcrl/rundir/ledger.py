@@ -11,7 +11,9 @@ import re
 import shlex
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from hpcrl.errors import CommitError, RunError
@@ -32,14 +34,27 @@ class Attempt:
     Attributes:
         number: 1 for the first start.
         job: key of the start, the same on every node: job id and restart count.
-        hosts: node names, trainers first.
+        hosts: names of its nodes, trainers first.
         started: Unix time.
+        sizes: of its layout, by the path of the setting, where the configuration has ranges.
+        idle: names of nodes that its job has and the layout does not use.
     """
 
     number: int
     job: str
     hosts: list[str]
     started: float
+    sizes: dict[str, int] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+
+    @property
+    def layout(self) -> str:
+        """Its nodes and sizes, for people; empty where the configuration has no ranges."""
+        if not self.sizes:
+            return ""
+        sizes = ", ".join(f"{path.rpartition('.')[2]} {size}" for path, size in self.sizes.items())
+        idle = f"; idle: {', '.join(self.idle)}" if self.idle else ""
+        return f"{len(self.hosts)} node(s): {sizes}{idle}"
 
     @property
     def job_id(self) -> str:
@@ -127,13 +142,15 @@ def listed_attempts(run: Run) -> list[Attempt]:
     return attempts
 
 
-def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
+def open_attempt(
+    run: Run, job: str, hosts: list[str], sizes: Mapping[str, int] = MappingProxyType({}), idle: Sequence[str] = ()
+) -> Attempt:
     """Append the next attempt; those before it that left no outcome are lost. Called by the agent of node 0 alone."""
     attempts, ended = require_attempts(run), ended_attempts(run)
     for earlier in attempts:
         if earlier.number not in ended:
             report_outcome(run, earlier.number, "lost", "it ended without a word", "the next attempt")
-    attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
+    attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time(), dict(sizes), list(idle))
     append_text(run.attempts, with_checksum(asdict(attempt))[0] + "\n")
     return attempt
 

@@ -150,6 +150,10 @@ def _fits(value: Any, wanted: Any) -> bool:
         return value in arguments
     if origin is list:
         return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if wanted is Any:
+        return True
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     if wanted is float:
         return type(value) in (int, float)
     return type(value) is (origin or wanted)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.server import ServerState
 
 from hpcrl.errors import HpcrlError
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, authorized, same
@@ -25,7 +29,20 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY = 16 << 20
+MOST_CONNECTIONS = 4096
+ADMITTED = "hpcrl.admitted"
+"""Key of the scope of a request that a proof has admitted."""
+_LONGEST_HEAD = 64 << 10  # bytes of a request before its body
+_ACCEPTED, _WAITING = (
+    32,
+    1024,
+)  # connections that asyncio takes at a time, before one of them can be ended; and that wait for it
 IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
+
+
+JSON = {"content-type": "application/json"}
+REFUSED = {**JSON, "connection": "close"}
+"""Headers of an answer to a request that was not admitted: more of them would wait unread, and hold the connection."""
 
 
 class BadRequest(Exception):
@@ -128,8 +145,9 @@ class Guard:
             body = await self._body(scope["path"], given, receive)
         except Refused as refusal:
             # proves nothing: anybody could ask for it
-            await self._send(send, refusal.status, {"error": str(refusal)}, None)
+            await send_body(send, refusal.status, json_body({"error": str(refusal)}), REFUSED)
             return
+        scope[ADMITTED] = True
         try:
             status, answer = await self._answer(scope, body)
         except BaseException:
@@ -155,11 +173,10 @@ class Guard:
         except (HpcrlError, BadRequest) as error:
             return 400, {"error": f"{type(error).__name__}: {error}"}
 
-    async def _send(self, send: Send, status: int, answer: dict[str, Any], given: Mapping[str, str] | None) -> None:
-        """Send an answer, with its proof where it is to a request that was admitted."""
+    async def _send(self, send: Send, status: int, answer: dict[str, Any], given: Mapping[str, str]) -> None:
+        """Send an answer to a request that was admitted, with its proof."""
         body = json_body(answer)
-        proof = {} if given is None else self._proof.of_answer(given, status, body)
-        await send_body(send, status, body, {"content-type": "application/json", **proof})
+        await send_body(send, status, body, {**JSON, **self._proof.of_answer(given, status, body)})
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
@@ -183,6 +200,17 @@ async def read_body(receive: Receive, hold: Callable[[int], object] = lambda _: 
             return bytes(body)
 
 
+def parse_json(content: bytes) -> Any:
+    """Return the value in a body. Raises BadRequest where it is no JSON in UTF-8, or has half a character, of which no tokens can be made."""
+    try:
+        value = json.loads(content.decode())  # of bytes, Python's reader would take halves of characters too
+        if b"\\ud" in content.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"expected JSON: {error}") from error
+    return value
+
+
 def json_body(answer: Mapping[str, Any]) -> bytes:
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -197,33 +225,75 @@ async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 def bind(address: str, port: int = 0) -> socket.socket:
     """Return a listening socket of one address, on a free port where none is named."""
-    listener = socket.create_server((address, port), backlog=1024)
+    listener = socket.create_server((address, port), backlog=_WAITING)
     # connections inherit it; asyncio does not set it on them, and a body that follows its header would wait 40 ms for an acknowledgement
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setblocking(False)
     return listener
 
 
-class _Connection(AutoHTTPProtocol):
-    """A connection that ends where nothing is asked on it for a while, or a request does not come to its end."""
+class BoundedConnection(AutoHTTPProtocol):
+    """A connection of a server, each of which has at most MOST_CONNECTIONS.
+
+    It ends where nothing is asked on it for a while, a request does not come to its end, or nobody reads the answer. Where there are too many,
+    the oldest ends on which no request was admitted.
+    """
 
     cycle: Any
+    scope: Any
+    server_state: ServerState
+    connections: set[Any]
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._seen: Any = self  # no request yet is another state than none a while ago
+        self._unread, self._head = 0, 0
+        self._unproven = _unproven.setdefault(self.server_state, {})
+        self._unproven[self] = None
         self._look()
+        if len(self.connections) > most_connections():
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._timer.cancel()
+        self._unproven.pop(self, None)
+
+    def data_received(self, data: bytes) -> None:
+        before, in_body = self.cycle, self.cycle is not None and self.cycle.more_body
+        super().data_received(data)
+        self._head = 0 if in_body or self.cycle is not before else self._head + len(data)
+        if self._head > _LONGEST_HEAD:
+            self.transport.abort()
+
+    def _make_room(self) -> None:
+        while self._unproven:
+            (oldest, *_) = islice(self._unproven, 1)
+            del self._unproven[oldest]
+            if oldest.scope is None or ADMITTED not in oldest.scope:
+                return oldest.transport.abort()
+        return self.transport.abort()
 
     def _look(self) -> None:
         asked = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
+        unread = self.transport.get_write_buffer_size()
         # one that is used all the time is between two requests most of the time
-        if not asked and self.cycle is self._seen:
-            self.transport.close()
-        if not self.transport.is_closing():
-            self._seen = self.cycle
-            self.loop.call_later(IDLE_S, self._look)
+        idle = not asked and not unread and self.cycle is self._seen
+        if idle or (unread and unread == self._unread):
+            self.transport.abort()
+        self._seen, self._unread = self.cycle, unread
+        self._timer = self.loop.call_later(IDLE_S, self._look)
+
+
+_unproven = WeakKeyDictionary[ServerState, dict[BoundedConnection, None]]()
+"""Of each server its connections, the oldest first, less those of which is known that a request on them was admitted."""
+
+
+def most_connections() -> int:
+    """Return how many connections a server has at most: the process has files to open too."""
+    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _Server(uvicorn.Server):
@@ -232,6 +302,11 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_WAITING)  # asyncio has made it as short as what it takes at a time
 
 
 async def serve(app: App, listener: socket.socket, until: Awaitable[object]) -> None:
@@ -243,7 +318,8 @@ async def serve(app: App, listener: socket.socket, until: Awaitable[object]) -> 
             lifespan="off",
             ws="none",
             proxy_headers=False,
-            http=_Connection,
+            http=BoundedConnection,
+            backlog=_ACCEPTED,
             timeout_keep_alive=int(2 * IDLE_S),
             timeout_graceful_shutdown=2,
         )

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import subprocess
+from argparse import _SubParsersAction
 from pathlib import Path
 
 import pytest
 
-from hpcrl.cli.main import COMMANDS, main
+from hpcrl.cli.main import COMMANDS, _parsers, main
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
@@ -41,6 +42,20 @@ def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == words
+
+
+def test_the_page_lists_the_commands_that_print_json() -> None:
+    _, commands = _parsers(lambda _: True)
+    nested = {"": commands}
+    for name, command in commands.items():
+        nested[f"{name} "] = next(
+            (dict(each.choices) for each in command._actions if isinstance(each, _SubParsersAction)), {}
+        )
+    found = [
+        f"{of}{name}" for of, own in nested.items() for name, each in own.items() if "--json" in each.format_help()
+    ]
+    section = (ROOT / "docs" / "commands.md").read_text().partition("## JSON")[2].partition("## ")[0]
+    assert re.findall(r"`([a-z ]+)`", section) == sorted(found)
 
 
 @pytest.mark.parametrize(

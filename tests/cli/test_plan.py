@@ -15,7 +15,7 @@ import pytest
 import tomli
 
 from hpcrl.cli.main import main
-from hpcrl.cli.plan import _layers, plan_lines
+from hpcrl.cli.plan import _layers, checked_plan, plan_lines
 from hpcrl.config import Config
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
@@ -26,6 +26,7 @@ from hpcrl.planning.estimate import estimate
 from hpcrl.planning.prefixes import describe_prefixes
 from hpcrl.planning.rank_groups import describe_ranks
 from hpcrl.planning.shapes import model_shapes
+from hpcrl.units import readable_size
 from tests import hub as stand_in
 from tests.paths import CONFIGS, ROOT
 
@@ -50,6 +51,10 @@ def sizes(tensor: int, pipeline: int = 1, **others: Any) -> dict[str, Any]:
         f"{POLICY}.pipeline_model_parallel_size": pipeline,
         **{f"{POLICY}.{name}": value for name, value in others.items()},
     }
+
+
+def planned(config: Config) -> list[str]:
+    return list(plan_lines(checked_plan(config)))
 
 
 def test_what_shared_prefixes_save() -> None:
@@ -123,7 +128,7 @@ def test_a_node_holds_a_copy_where_it_fits() -> None:
     assert any("or a copy on each node" in line for line in describe_ranks(config(SIXTEEN).trainer))
     held = {}
     for memory in (1.0, 4e-4):
-        lines = plan_lines(config({**SIXTEEN, "slurm.gpus_per_node": 8, "slurm.gpu_memory_gb": memory}))
+        lines = planned(config({**SIXTEEN, "slurm.gpus_per_node": 8, "slurm.gpu_memory_gb": memory}))
         held[memory] = next(line for line in lines if line.startswith("  on a rank at most"))
     most, least = (int(line.split()[-1].replace(",", "")) for line in held.values())
     assert most == pytest.approx(2 * least, rel=0.1)
@@ -157,21 +162,21 @@ def test_layers_of_megatron() -> None:
     """By what is installed here, and whether the run has GPUs."""
     two = {"trainer.placement.policy_num_gpus_per_node": 2}
     shared = {**two, **sizes(1, context_parallel_size=2)}
-    lines = list(plan_lines(megatron(shared)))
+    lines = planned(megatron(shared))
     at = lines.index("layers: Megatron-core's, with torch's attention (TransformerEngine's need a GPU)")
     assert lines[at + 1].startswith("  hint: without TransformerEngine each of the 2 context-parallel ranks gathers")
-    assert not any("hint" in line for line in plan_lines(megatron(two)))
+    assert not any("hint" in line for line in planned(megatron(two)))
     experts = {**two, "slurm.gpus_per_node": 2, **sizes(1, expert_model_parallel_size=2)}
     hints = [line for line in _layers(megatron(experts)) if "hint" in line]
     assert bool(hints) != bool(find_spec("transformer_engine"))
     assert all(line.endswith("one after the other; it is the extra transformer-engine") for line in hints)
-    on_gpus = [line for line in plan_lines(megatron({**shared, "slurm.gpus_per_node": 2})) if "layers: " in line]
+    on_gpus = [line for line in planned(megatron({**shared, "slurm.gpus_per_node": 2})) if "layers: " in line]
     assert on_gpus == [
         "layers: TransformerEngine's"
         if find_spec("transformer_engine")
         else "layers: Megatron-core's, with torch's attention (transformer_engine is not installed here)"
     ]
-    assert not any(line.startswith("layers") for line in plan_lines(config(two)))
+    assert not any(line.startswith("layers") for line in planned(config(two)))
 
 
 def test_memory_of_a_rank() -> None:
@@ -206,7 +211,7 @@ def test_trainer_and_engine_in_turns() -> None:
     }
 
     def told(**settings: Any) -> list[str]:
-        lines = list(plan_lines(config({**both, **{name.replace("__", "."): v for name, v in settings.items()}})))
+        lines = planned(config({**both, **{name.replace("__", "."): v for name, v in settings.items()}}))
         assert re.fullmatch(
             r"node 0: trainer, \d rank\(s\) and the controller, in turns with rollout-0, \d GPU\(s\)", lines[0]
         )
@@ -247,9 +252,70 @@ def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert device.startswith("  memory of the device: 2,048.00 (slurm.mem_gb, shared by 1 rank(s)), 2,0")
 
 
+def json_of(path: Path, *settings: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a plan as JSON and as lines."""
+    plan = checked_plan(Config.from_toml([path], list(settings)))
+    return json.loads(json.dumps(plan.to_json())), list(plan_lines(plan))
+
+
+def test_json_has_the_numbers_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    on_four = ["trainer.placement.policy_num_gpus_per_node=4", "slurm.mem_gb=8", 'data.train_data=["nowhere.jsonl"]']
+    assert main(["plan", str(QUICKSTART), *on_four, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert main(["plan", str(QUICKSTART), *on_four]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    page = (ROOT / "docs" / "planning.md").read_text().partition("## For programs")[2].partition("## ")[0]
+    keys = [key for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)]
+    assert list(value) == keys
+    nodes = [line.split(":")[0] for line in lines if line.startswith("node ")]
+    assert nodes == [f"node {node['node']}" for node in value["nodes"]]
+    assert value["nodes"][1]["workers"] == ["rollout-0"]
+    assert value["groups"]["policy"]["one copy of the parameters"] == [[0, 1, 2, 3]]
+    assert any(line.startswith("  one copy of the parameters  1 x 4: 0-3") for line in lines)
+    (policy, memory) = value["models"]["policy"], value["memory"][0]
+    assert f"policy: {policy['class']} of {policy['model']}, {policy['parameters']:,} parameters" in lines
+    assert f"  on a rank at most {policy['on_a_rank'][0]:,}" in lines
+    rows = {line[2:20].strip(): line[20:].split() for line in lines if line.startswith("  ")}
+    names = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer", "gathered": "gathered by FSDP"}
+    for key, row in {**names, "activations": "activations", "logprobs": "log-probabilities"}.items():
+        both = [memory["bytes"][role][key] / 2**20 for role in ("policy", "ref")]
+        assert rows[row] == [f"{size:,.2f}" if size else "-" for size in both]
+    assert any(line.startswith(f"  in all {memory['total'] / 2**20:,.2f}: ") for line in lines)
+    assert any(f"device: {memory['device'] / 2**20:,.2f} ({memory['device_from']})" in line for line in lines)
+    assert any(f"a checkpoint has about {readable_size(value['disk']['checkpoint'])};" in line for line in lines)
+    refused = [f"hpcrl submit would refuse this: {each['path']}: {each['message']}" for each in value["problems"]]
+    assert refused
+    assert refused == [line for line in lines if "would refuse" in line]
+
+
+def test_json_of_engines_teachers_and_what_is_not_known() -> None:
+    on_gpus = ["slurm.gpus_per_node=1", "slurm.gpu_memory_gb=8", "generator.inference_engine.backend=vllm"]
+    colocated = [*on_gpus, "trainer.placement.colocate_all=true", "generator.inference_engine.num_engines=1"]
+    value, lines = json_of(QUICKSTART, *colocated)
+    turn = value["memory"][0]["turns"][1]
+    assert turn["holder"] == "engine"
+    assert any(
+        f"turn {turn['trainer'] / 2**20:,.2f} of the trainer and {turn['engine'] / 2**20:,.2f}" in line
+        for line in lines
+    )
+    assert any(f"keys and values of {value['replica']['tokens']:,} tokens" in line for line in lines)
+    value, lines = json_of(CONFIGS / "distillation_tiny.toml")
+    (teacher,) = value["served"]
+    assert any(
+        line.startswith(f"{teacher['name']}: ") and f" {teacher['parameters']:,} parameters" in line for line in lines
+    )
+    assert f"  in all {teacher['memory']['total'] / 2**20:,.2f}" in lines
+    value, lines = json_of(QUICKSTART, "trainer.policy.model.path=some/model")
+    assert (value["models"], value["memory"], value["disk"]) == ({}, [], None)
+    assert set(value["unknown"]) <= set(lines)
+    assert len(value["unknown"]) == 2
+    value, lines = json_of(CONFIGS / "diffusion_tiny.toml")
+    assert value["memory"][0]["total"] == sum(value["memory"][0]["bytes"]["policy"].values())
+
+
 def test_the_plan_of_a_pipeline() -> None:
     more = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 0.02}
-    lines = list(plan_lines(megatron({**more, **sizes(2, 2), "trainer.micro_train_batch_size_per_gpu": 64})))
+    lines = planned(megatron({**more, **sizes(2, 2), "trainer.micro_train_batch_size_per_gpu": 64}))
     entries = json.loads((MODEL / "config.json").read_text())
     rows, layers = entries["vocab_size"], entries["num_hidden_layers"]
     assert f"  vocabulary {rows} + {rows % 2} padding; samples are padded to a multiple of 2 tokens" in lines
@@ -270,13 +336,13 @@ def test_a_plan_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_layout_that_cannot_be_has_no_plan() -> None:
     with pytest.raises(DataError, match="does not divide the model's"):
-        list(plan_lines(megatron({**SIXTEEN, **sizes(16)})))
+        planned(megatron({**SIXTEEN, **sizes(16)}))
 
 
 def test_a_layer_split_that_is_not_known_is_said() -> None:
     split = {"pipeline_model_parallel_layout": "Et|tL"}
     more = {"trainer.placement.policy_num_gpus_per_node": 2}
-    lines = list(plan_lines(megatron({**more, **sizes(1, 2, transformer_config_kwargs=split)})))
+    lines = planned(megatron({**more, **sizes(1, 2, transformer_config_kwargs=split)}))
     assert any(
         line.startswith("memory: trainer.policy.megatron_config.transformer_config_kwargs splits the layers")
         for line in lines
@@ -373,7 +439,7 @@ def test_every_experiment_is_planned(path: Path, tmp_path: Path) -> None:
     if path.parent == SMOLLM2:  # a script of the recipe makes its model
         (tmp_path / "config.json").write_text(json.dumps(_SMOLLM2))
         values = [f"trainer.policy.model.path={tmp_path}"]
-    lines = list(plan_lines(Config.from_toml([path, SITE], values)))
+    lines = planned(Config.from_toml([path, SITE], values))
     memory = [line for line in lines if line.startswith("  memory of the device: ")]
     assert memory  # of trainer ranks first, then of what only computes
     assert all(line.endswith(" left") for line in memory), memory

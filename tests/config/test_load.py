@@ -190,6 +190,7 @@ CHOSEN = {
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, 2.5, "x"], "nested": {"t": True, "é.f": "", "": [{}]}},
     "slurm.setup": ['echo "quoted" \\ back', "two\nlines\t\r\n", "ünïcode"],
     "slurm.extra": {"spread-job": True, "comment": ""},
+    "slurm.requests": {"spot": {"nodes": "2-4", "gpus_per_node": "a100:8", "extra": {"spread-job": True}}, "é.f": {}},
     "trainer.policy.trainable_map": {"model.layers.0": False},
 }
 

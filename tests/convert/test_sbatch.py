@@ -24,6 +24,7 @@ def slurm(*options: str) -> dict[str, Any]:
     [
         ("--time=04:00:00", "time_minutes", 240),
         ("--time=90", "time_minutes", 90),
+        ("--time-min=1:00:00", "time_min_minutes", 60),
         ("-t 30:30", "time_minutes", 30),
         ("--time=1-12", "time_minutes", 36 * 60),
         ("--time=2-01:30:00", "time_minutes", 49 * 60 + 30),

@@ -18,6 +18,7 @@ from typing import Any
 import tomli
 import tomli_w
 
+from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome, outcome_of
@@ -311,7 +312,7 @@ class Scenario:
         """Take away what still runs here."""
         self.cluster.run(["sh", "-c", f"scancel -f $(squeue -h -o %A -w {','.join(self.nodes)})"])
         for path in self.path.glob("runs/*/[!.]*/submission.json"):
-            self.cluster.run(["scancel", json.loads(path.read_text())["job_id"]])
+            self.cluster.run(["scancel", *requests_of(json.loads(path.read_text())).values()])
 
 
 _OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")

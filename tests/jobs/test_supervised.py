@@ -12,6 +12,7 @@ from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.rundir.ledger import read_attempts
 from tests.jobs.small_run import curve, finish, hpcrl, kill, logs_of, pid_of, wait_for
 from tests.paths import CONFIGS
 
@@ -130,9 +131,12 @@ def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows
     kill(pid_of(run, "train"))
     assert finish(run, 1) == "failed"
     before = max(committed(run.checkpoints, step_of))
-    resumed = hpcrl("resume", "killed", "trainer.placement.policy_num_gpus_per_node=2", *backend, cwd=place)
+    resumed = hpcrl("resume", "killed", "trainer.placement.policy_num_nodes=1-2", *backend, cwd=place)
     assert resumed.returncode == 0, resumed.stderr
     assert finish(run, 2) == "done", logs_of(run)
+    assert read_attempts(run)[1].sizes == {"trainer.placement.policy_num_nodes": 2}, (
+        "on this machine the largest layout"
+    )
     assert 0 < before < 12
     assert rows_of(run) == rows_of(whole) == in_order(whole, 12 * BATCH)
     for epoch in range(3):

@@ -14,7 +14,14 @@ from hpcrl.observe.goodput import Account, GoodputMeter, account_of, account_sin
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.node_seconds import CATEGORIES, UNFINISHED, Held, Seconds, node_seconds
 from hpcrl.observe.timeline import KINDS, Span
-from hpcrl.rundir.allocations import AllocatedNode, Allocation, end_allocation, new_allocation, read_allocations
+from hpcrl.rundir.allocations import (
+    LEFT_OVER,
+    AllocatedNode,
+    Allocation,
+    end_allocation,
+    new_allocation,
+    read_allocations,
+)
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -103,6 +110,11 @@ def test_a_node_with_turns_counts_the_replica_while_the_rank_waits_for_its_batch
     assert rounded(found[1, "trainer"]) == {
         ("starting", ""): 4, ("waiting", "changes of turns"): 4, ("generation", ""): 5, ("waiting", "the slowest samples"): 1, ("training", ""): 6,
     }  # fmt: skip
+
+
+def test_a_node_that_the_layout_has_no_use_for_is_idle() -> None:
+    found = node_seconds([Held(1, LEFT_OVER, 0, 9, [], AFTER)], {}, {}, {})
+    assert rounded(found[1, LEFT_OVER]) == {("idle", LEFT_OVER): 9}
 
 
 def test_devices_of_a_node_share_it_equally() -> None:

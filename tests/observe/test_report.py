@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +434,37 @@ def test_a_live_report_has_few_connections(served: LiveReport) -> None:
             most = max(most, sum("process_request_thread" in thread.name for thread in threading.enumerate()))
         assert most <= 32
         assert httpx.get(served.url, trust_env=False, timeout=120).status_code == 200
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a request byte by byte for half a minute, or until the connection ends."""
+    with suppress(OSError):
+        for _ in range(300):
+            connection.sendall(b"G")
+            time.sleep(0.1)
+
+
+def test_a_live_report_ends_who_shows_no_token(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a stranger whose request comes byte by byte; a reader with the token stays."""
+    monkeypatch.setattr(live_module, "_STRANGER_S", 0.5)
+    live = LiveReport([run], decoder, 0)
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    try:
+        with httpx.Client(trust_env=False, timeout=60) as http:
+            assert http.get(live.url).status_code == 200
+            with socket.create_connection(("127.0.0.1", live.port), 60) as slow:
+                began = time.monotonic()
+                threading.Thread(target=drip, args=[slow], daemon=True).start()
+                assert slow.recv(1) == b""
+                assert time.monotonic() - began < 25
+            (connection,) = http._transport._pool.connections  # type: ignore[attr-defined]
+            assert connection.is_idle()
+            assert http.get(live.url).status_code == 200
+            assert [connection] == http._transport._pool.connections  # type: ignore[attr-defined]
+    finally:
+        live.close()
+        thread.join()
 
 
 def test_a_live_report_waits_where_there_is_no_descriptor(run: Run) -> None:

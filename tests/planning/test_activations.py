@@ -51,8 +51,8 @@ def test_a_plan_counts_steps_guidance_and_recomputation() -> None:
     assert passes(config.trainer) == 2 * 5  # half of the steps
     whole = Config.from_toml([TINY], [*settings, "trainer.policy.diffusers.inference_size=[64, 64]"])
     assert 1.5 < activations_of_a_pass(whole.trainer) / activations_of_a_pass(config.trainer) < 3  # prompts stay
-    lines, size = describe_policy(config)
-    assert size > 10 * activations_of_a_pass(config.trainer)
+    lines, parts = describe_policy(config)
+    assert sum(parts.values()) > 10 * activations_of_a_pass(config.trainer)
     assert any("10 passes of the transformer at a time" in line for line in lines)
     rows, _ = describe_policy(Config.from_toml([CONFIGS / "diffusion_sft_tiny.toml"]))
     assert any("flow matching, a noise level of each row" in line for line in rows)

@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 from hpcrl.config import Config
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
+from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.planning.disk import describe_disk
 
 
 def told(folder: Path | None, settings: dict[str, Any]) -> str:
     base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "a/model"}
-    return "\n".join(describe_disk(build(Config, nested({**base, **settings})), lambda _: folder))
+    config = build(Config, nested({**base, **settings}))
+    return "\n".join(describe_disk(config, Sizes.of(config, lambda _: folder)))
 
 
 @pytest.fixture

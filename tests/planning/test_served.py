@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hpcrl.cli.plan import plan_lines
+from hpcrl.cli.plan import checked_plan, plan_lines
 from hpcrl.config import Config
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
@@ -68,7 +68,7 @@ def test_a_reward_model_is_whole_in_each_service(reward_model: str) -> None:
         config({**settings, f"{SERVICE}.service.max_batch_tokens": 4096, f"{SERVICE}.service.model_dtype": "float32"})
     )
     assert need.activations == 4 * less.activations > 0
-    said = "\n".join(plan_lines(config({**settings, "slurm.mem_gb": 1})))
+    said = "\n".join(plan_lines(checked_plan(config({**settings, "slurm.mem_gb": 1}))))
     assert (
         f"reward model: Qwen2ForSequenceClassification of {reward_model}, 83,840 parameters, on 2 process(es)" in said
     )
@@ -123,7 +123,9 @@ def test_a_reward_model_that_is_a_scorer_has_no_logits(reward_model: str) -> Non
     assert need.weights == held
     assert need.logprobs == need.gathered == need.gradients == need.optimizer == 0
     assert need.activations > 0
-    assert f"reward model: Qwen2ForSequenceClassification of {reward_model}" in "\n".join(plan_lines(config(settings)))
+    assert f"reward model: Qwen2ForSequenceClassification of {reward_model}" in "\n".join(
+        plan_lines(checked_plan(config(settings)))
+    )
 
 
 def test_engines_and_ranks_of_megatron_share_a_teacher() -> None:

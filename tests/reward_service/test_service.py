@@ -98,7 +98,10 @@ def test_strangers_are_refused_on_every_route(path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"{", "no JSON"),
+        (b"{", "expected JSON"),
+        (b"[" * 100_000, "expected JSON"),
+        (b'{"completions": ["\\ud800"], "prompts": ["a"]}', "expected JSON"),
+        (b'{"completions": ["\xed\xa0\x80"], "prompts": ["a"]}', "expected JSON"),
         (b"[]", "expected a JSON object"),
         (b'{"completions": ["a"], "messages": [[]]}\nPNG', "expected texts"),
         (b'{"media_type": "image"}', "found 'image'"),

@@ -10,18 +10,20 @@ from hpcrl.config.backend import OPTIONAL, backend_of, backends, teacher_backend
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
 from hpcrl.config.sections.generator import InferenceEngineConfig
-from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
+from hpcrl.config.sections.slurm import ElasticConfig, RequestConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
 _SECRET = re.compile(r"\b(\w*(?:_KEY|APIKEY|TOKEN|SECRET|PASSWORD))=['\"]?[\w+.-]", re.IGNORECASE)  # no path
+_REQUEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)  # part of the names of jobs
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
     "qos": "qos",
     "constraint": "constraint",
     "time": "time_minutes",
+    "time_min": "time_min_minutes",
     "gpus_per_node": "gpus_per_node",
     "cpus_per_task": "cpus_per_task",
     "mem": "mem_gb",
@@ -172,7 +174,7 @@ def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
         return
     least, most = config.slurm.min_replicas, config.max_replicas - config.slurm.eval_replicas
     engines = "generator.inference_engine.num_engines"
-    if most < 1:
+    if config.max_replicas < 1:
         yield Problem(engines, "expected at least 1, or replicas of an elastic pool (slurm.elastic.replicas), found 0")
     elif least > most and not list(eval_replicas(config)):
         yield Problem(
@@ -185,7 +187,7 @@ def eval_replicas(config: ConfigTree) -> Iterator[Problem]:
     path, own, engines = (
         "slurm.eval_replicas",
         config.slurm.eval_replicas,
-        config.generator.inference_engine.num_engines,
+        config.generator.inference_engine.engines,
     )
     if not own:
         return
@@ -207,7 +209,8 @@ def eval_replicas(config: ConfigTree) -> Iterator[Problem]:
 def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     for section, asked, owned in (
-        ("slurm", slurm, _SBATCH_OWN),
+        ("slurm", slurm, _SBATCH_OWN | ({"dependency"} if slurm.requests else set())),
+        *((path, asked, {*_SBATCH_OWN, "dependency"}) for path, asked in _requests(slurm).items()),
         *((path, asked, {*_SBATCH_OWN, "dependency", "gpus_per_node"}) for path, asked in _pools(slurm).items()),
         ("slurm.upload", slurm.upload, {*_SBATCH_OWN, "dependency"}),
     ):
@@ -215,6 +218,8 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
             own = _SBATCH_NAMES.get(name.replace("-", "_"), "")
             if hasattr(asked, own):
                 yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
+            elif section.startswith("slurm.requests.") and own:
+                yield Problem(f"{section}.extra.{name}", f"set slurm.{own}, which holds for all requests, instead")
             elif name.replace("-", "_") in owned:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
 
@@ -224,7 +229,7 @@ def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     if slurm.readable_by is None:
         return
-    sections = {"slurm": slurm, "slurm.upload": slurm.upload, **_pools(slurm)}
+    sections = {"slurm": slurm, "slurm.upload": slurm.upload, **_pools(slurm), **_requests(slurm)}
     lines = [("slurm.setup", line) for line in slurm.setup]
     lines += [("slurm.container.arguments", word) for word in slurm.container.arguments]
     lines += [
@@ -237,6 +242,24 @@ def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
                 f"{found[1]} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
                 f'"export {found[1]}=$(cat FILE)" in slurm.setup',
             )
+
+
+def requests(config: ConfigTree) -> Iterator[Problem]:
+    slurm = config.slurm
+    for name, one in slurm.requests.items():
+        path = f"slurm.requests.{name}"
+        if not _REQUEST.fullmatch(name):
+            yield Problem(path, f"expected a name of at most 32 letters, digits, - and _, found {name!r:.80}")
+        elif (gpus := slurm.asked_by(name).gpus) != slurm.gpus:
+            yield Problem(
+                f"{path}.gpus_per_node",
+                f"expected a type with {slurm.gpus} GPUs, as slurm.gpus_per_node, found {one.gpus_per_node!r}: all requests of a run have the "
+                f"same nodes and ranks, and this one {gpus} GPUs on each",
+            )
+
+
+def _requests(slurm: SlurmConfig) -> Mapping[str, RequestConfig]:
+    return {f"slurm.requests.{name}": one for name, one in slurm.requests.items()}
 
 
 def _pools(slurm: SlurmConfig) -> Mapping[str, ElasticConfig]:
@@ -273,10 +296,19 @@ def counted_gpus(config: ConfigTree) -> Iterator[Problem]:
 
 
 def time_to_save(config: ConfigTree) -> Iterator[Problem]:
-    signal, limit = config.slurm.signal_seconds, 60 * config.slurm.time_minutes
-    if 300 <= limit < 2 * signal:
-        yield Problem(
-            "slurm.signal_seconds",
-            f"expected at most half of slurm.time_minutes ({limit // 2} s), found {signal}: a run would be stopped before it has "
-            "done anything",
-        )
+    slurm, signal = config.slurm, config.slurm.signal_seconds
+    asked = {"slurm": slurm} | {f"slurm.requests.{name}": slurm.asked_by(name) for name in slurm.requests}
+    for path, one in asked.items():
+        least = one.time_min_minutes
+        name = f"{path}.time_minutes" if least is None else "slurm.time_min_minutes"
+        limit = 60 * (one.time_minutes if least is None else least)
+        if 300 <= limit < 2 * signal:
+            yield Problem(
+                "slurm.signal_seconds",
+                f"expected at most half of {name} ({limit // 2} s), found {signal}: a run would be stopped before it has "
+                "done anything",
+            )
+        if least is not None and least > one.time_minutes:
+            yield Problem(
+                "slurm.time_min_minutes", f"expected at most {path}.time_minutes ({one.time_minutes}), found {least}"
+            )

@@ -11,6 +11,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.family import families
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
+from hpcrl.config.layouts import problems_of_all
 from hpcrl.config.rules.agents import agents, endpoint, robots, rows_of_samples
 from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
@@ -22,6 +23,7 @@ from hpcrl.config.rules.cluster import (
     enough_replicas,
     eval_replicas,
     gpus_of_nodes,
+    requests,
     rules_of_backends,
     sbatch_options,
     settings_of_engines,
@@ -103,7 +105,15 @@ _COUNTED = re.compile(
 
 
 def check(config: ConfigTree) -> list[Problem]:
-    """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types."""
+    """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types.
+
+    Of one with ranges, in its largest layout, and only where no layout works.
+    """
+    return problems_of_all(config, check_layout)
+
+
+def check_layout(config: ConfigTree) -> list[Problem]:
+    """Return the problems of a configuration without ranges, as `check`."""
     waiting = list(unimplemented_values(values(config)))
     paths = {problem.path for problem in waiting}  # what else is wrong with them is of no use yet
     return [*(problem for problem in impossible(config) if problem.path not in paths), *waiting]
@@ -435,6 +445,7 @@ RULES: tuple[Rule, ...] = (
     enough_replicas,
     eval_replicas,
     gpus_of_nodes,
+    requests,
     sbatch_options,
     shared_secrets,
     container,

@@ -147,7 +147,7 @@ def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
         )
         return
     sizes = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
-    engines = engine.num_engines * math.prod(sizes)
+    engines = engine.engines * math.prod(sizes)
     if engines != trainer.placement.policy_ranks:
         yield Problem(
             _COLOCATED,

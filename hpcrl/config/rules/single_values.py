@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from hpcrl.config.errors import Problem, shown
-from hpcrl.config.fields import Setting, leaves
+from hpcrl.config.fields import Setting, leaves, values
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.setting import Unimplemented
 
@@ -20,8 +20,16 @@ _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 def out_of_range(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
     """Yield a problem for each setting of hpcrl's whose value, of the right type, is outside its range or fails its check."""
     for setting, value in given:
-        if value is not None and setting.path in _own_settings() and (message := _wrong(setting, value)):
-            yield Problem(setting.path, message)
+        if value is None or setting.path not in _own_settings():
+            continue
+        held = (
+            [pair for name, one in value.items() for pair in values(one, f"{setting.path}.{name}.")]
+            if setting.entry
+            else []
+        )
+        for each, own in [(setting, value), *held]:
+            if own is not None and (message := _wrong(each, own)):
+                yield Problem(each.path, message)
 
 
 def unimplemented_values(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from hpcrl.config.setting import (
     setting,
     when,
 )
+from hpcrl.config.sizes import NUM_ENGINES, SIZE, one_size
 
 NODE = "node"
 """The endpoint listens at the address of its node."""
@@ -84,8 +85,8 @@ class InferenceEngineConfig:
     )
     """Quantize weights when they arrive, which come in model_dtype; vLLM's names, fp8 has one scale for each weight. Unset: do not."""
 
-    num_engines: int = setting(1, range=NOT_NEGATIVE)
-    """Replicas that generate."""
+    num_engines: int | str = setting(1, range=NOT_NEGATIVE, check=SIZE)
+    """Replicas that generate; or a range, "2-16", of which each attempt takes as many as Slurm gives it nodes for."""
 
     tensor_parallel_size: int = setting(1, range=COUNT)
     """GPUs that share one replica's weights."""
@@ -212,6 +213,11 @@ class InferenceEngineConfig:
     stall_timeout_seconds: int = setting(300, range=COUNT)
     """How long an engine may leave requests waiting without generating a token; then it counts as failed. Longer than the longest
     prefill takes."""
+
+    @property
+    def engines(self) -> int:
+        """Replicas that start with an attempt, in one layout. Raises ConfigError where they are a range."""
+        return one_size(NUM_ENGINES, self.num_engines)
 
     @property
     def gpus(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hpcrl.config.conditions import CRITIC, RL
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, setting
+from hpcrl.config.sizes import POLICY_NODES, SIZE, one_size
 
 _BESIDE_POLICY = "unset: beside the policy; SkyRL gives a critic GPUs of its own as soon as engines have theirs"
 _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
@@ -13,8 +14,8 @@ _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    policy_num_nodes: int = setting(1, range=COUNT)
-    """Nodes of the trainer."""
+    policy_num_nodes: int | str = setting(1, range=COUNT, check=SIZE)
+    """Nodes of the trainer; or a range, "1-4", of which each attempt takes as many as Slurm gives it and can share the batches."""
 
     policy_num_gpus_per_node: int = setting(1, range=COUNT)
     """Trainer ranks per node, on CPU too."""
@@ -44,15 +45,20 @@ class PlacementConfig:
     expected wait is longer than the measured seconds of sleeping and waking, and only groups that no other replica has room for."""
 
     @property
+    def policy_nodes(self) -> int:
+        """Nodes of the policy in one layout. Raises ConfigError where they are a range."""
+        return one_size(POLICY_NODES, self.policy_num_nodes)
+
+    @property
     def policy_ranks(self) -> int:
         """Ranks of the policy, and of all that is beside it: the first ones of the trainer."""
-        return self.policy_num_nodes * self.policy_num_gpus_per_node
+        return self.policy_nodes * self.policy_num_gpus_per_node
 
     @property
     def critic_nodes(self) -> tuple[int, int]:
         """Nodes of the critic, and its ranks on each; what is not set: the policy's."""
         nodes, ranks = self.critic_num_nodes, self.critic_num_gpus_per_node
-        return nodes or self.policy_num_nodes, ranks or self.policy_num_gpus_per_node
+        return nodes or self.policy_nodes, ranks or self.policy_num_gpus_per_node
 
     @property
     def critic_ranks(self) -> int:
@@ -64,4 +70,4 @@ class PlacementConfig:
     def ref_ranks(self) -> int:
         """Ranks of the reference model; where they are not set: the policy's."""
         nodes, ranks = self.ref_num_nodes, self.ref_num_gpus_per_node
-        return (nodes or self.policy_num_nodes) * (ranks or self.policy_num_gpus_per_node)
+        return (nodes or self.policy_nodes) * (ranks or self.policy_num_gpus_per_node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from hpcrl.config.conditions import ENGINES
@@ -22,6 +22,7 @@ from hpcrl.config.setting import (
     section,
     setting,
 )
+from hpcrl.config.sizes import SIZE
 
 _SBATCH = Check(
     "expected long names of sbatch options, and values of one line without control characters, found {value!r:.140}",
@@ -172,6 +173,44 @@ class ContainerConfig:
     for login nodes. Unset: the one inside, where Slurm's scontrol has to be then."""
 
 
+_NODES = Check(SIZE.message, lambda nodes: nodes is None or SIZE.holds(nodes))
+_GPUS = Check(
+    'expected a number, or type and number such as "h100:8", found {value!r}',
+    lambda gpus: not isinstance(gpus, str) or re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*:[1-9][0-9]*", gpus) is not None,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestConfig:
+    """One of several requests for the nodes of a run, such as slurm.requests.spot. All of them wait in the queue; the first that starts is
+    the run, and the others wait until Slurm takes that one away.
+    """
+
+    nodes: int | str | None = setting(None, range=COUNT, check=_NODES)
+    """Nodes, a number or a range such as "2-4", for which the run has a layout (docs/placement.md); unset: any for which it has one."""
+
+    partition: str | None = setting(None, check=ONE_LINE)
+    """Partition; unset: slurm.partition. Of several partitions and nothing else, slurm.partition="a,b" makes one request."""
+
+    account: str | None = setting(None, check=ONE_LINE)
+    """Account that is charged; unset: slurm.account."""
+
+    qos: str | None = setting(None, check=ONE_LINE)
+    """Quality of service; unset: slurm.qos."""
+
+    constraint: str | None = setting(None, check=ONE_LINE)
+    """Features that the nodes must have; unset: slurm.constraint."""
+
+    time_minutes: int | None = setting(None, range=Range(5))
+    """Time limit of an attempt in minutes; unset: slurm.time_minutes."""
+
+    gpus_per_node: int | str | None = setting(None, range=NOT_NEGATIVE, check=_GPUS)
+    """GPUs asked for on each node, as many as slurm.gpus_per_node, and of which type, "a100:8"; unset: slurm.gpus_per_node."""
+
+    extra: dict[str, Any] = setting({}, check=_SBATCH)
+    """Further sbatch options by their long names, beside those of slurm.extra and before them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
     root: Location | None = setting(None, check=ONE_LINE, on_change=OTHER_DIRECTORY)
@@ -202,15 +241,14 @@ class SlurmConfig:
     time_minutes: int = setting(60, range=Range(5), on_change=CLUSTER)
     """Time limit of one attempt in minutes."""
 
+    time_min_minutes: int | None = setting(None, range=Range(5), on_change=CLUSTER)
+    """The least time limit in minutes with which an attempt may start: Slurm may shorten the limit down to it where the attempt then starts
+    earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
+
     gpus_per_node: int | str = setting(
         0,
         range=NOT_NEGATIVE,
-        check=Check(
-            'expected a number, or type and number such as "h100:8", found {value!r}',
-            lambda gpus: (
-                isinstance(gpus, int) or re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]*:[1-9][0-9]*", gpus) is not None
-            ),
-        ),
+        check=_GPUS,
         on_change=SPREAD,
     )
     """GPUs asked for on each node, of a type where the cluster has several: "h100:8"; 0: a run on CPU."""
@@ -230,6 +268,10 @@ class SlurmConfig:
     exclusive: bool | None = setting(None, on_change=CLUSTER)
     """Share no node with other jobs; unset: true for a run on GPUs that sets neither cpus_per_task nor mem_gb. Defaults of clusters are usually
     one core and its share of the memory, independent of the GPUs."""
+
+    requests: dict[str, RequestConfig] = setting({}, on_change=CLUSTER)
+    """Several requests for the same run, by names of your own: [slurm.requests.spot] and [slurm.requests.reserved] are two jobs, of which one
+    at a time is the run (docs/operations.md). What a request does not set is as in this section; none: this section is the only request."""
 
     replicas_per_node: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
@@ -287,6 +329,13 @@ class SlurmConfig:
 
     patience: PatienceConfig = section(PatienceConfig, on_change=CLUSTER)
     """When a process that makes no progress counts as hanging."""
+
+    def asked_by(self, request: str) -> SlurmConfig:
+        """Return the section with the settings of one of `requests` in place of its own."""
+        one = self.requests[request]
+        names = [field.name for field in fields(one) if field.name != "nodes"]
+        own = {name: value for name in names if (value := getattr(one, name)) is not None}
+        return replace(self, **{**own, "extra": {**self.extra, **one.extra}, "requests": {}})
 
     @property
     def gpus(self) -> int:

@@ -138,7 +138,7 @@ class ConfigTree:
     def lent_replicas(self) -> range:
         """Numbers of the replicas that have GPUs of the trainer while it waits: after all others."""
         placement, first = self.trainer.placement, self.max_replicas
-        lent = placement.policy_num_nodes * self.replicas_per_trainer_node if placement.lend else 0
+        lent = placement.policy_nodes * self.replicas_per_trainer_node if placement.lend else 0
         return range(first, first + lent)
 
     def shares_gpus(self, replica: int) -> bool:
@@ -162,13 +162,13 @@ class ConfigTree:
     @property
     def evaluators(self) -> range:
         """Numbers of the replicas that only evaluate."""
-        engines = self.generator.inference_engine.num_engines
+        engines = self.generator.inference_engine.engines
         return range(engines - self.slurm.eval_replicas, engines)
 
     @property
     def max_replicas(self) -> int:
         """Replicas on nodes of their own, or colocated ones, when all are there, elastic ones included."""
-        return self.generator.inference_engine.num_engines + self.slurm.elastic.replicas if self.has_engines else 0
+        return self.generator.inference_engine.engines + self.slurm.elastic.replicas if self.has_engines else 0
 
     @property
     def loads_adapters(self) -> bool:

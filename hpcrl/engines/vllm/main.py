@@ -48,7 +48,10 @@ if __name__ == "__main__":
         options.api_server_count = 0
         run_headless(options)
     else:
+        from uvicorn.config import HTTP_PROTOCOLS
         from vllm.entrypoints.launchers.api_server.entry import main
 
+        # a connection of uvicorn's own, on which no request comes to its end, stays for ever
+        HTTP_PROTOCOLS["auto"] = "hpcrl.runtime.http_server:BoundedConnection"
         add_tokenizer()
         main()

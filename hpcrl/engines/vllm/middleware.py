@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.rollout.engines.experts import experts_text
+from hpcrl.runtime.http_server import ADMITTED, JSON, REFUSED, json_body, send_body
 from hpcrl.runtime.token import RUN, authorized, read_token_file, same
 
 TOKEN_FILE = "HPCRL_TOKEN_FILE"
@@ -59,7 +60,9 @@ class TokenRequired:
         headers, path = dict(scope["headers"]), scope.get("path")
         if not self._admits(headers):
             await _refuse(scope, send, 401, _REFUSAL)
-        elif self._leases and path == LEASE_PATH and scope.get("method") in ("POST", "DELETE"):
+            return
+        scope[ADMITTED] = True
+        if self._leases and path == LEASE_PATH and scope.get("method") in ("POST", "DELETE"):
             await self._lease(self._leases, scope, headers, send)
         elif self._leases and path != "/health" and not self._leases.holds(_text(headers, LEASE), time.monotonic()):
             await _refuse(scope, send, 409, _NO_LEASE)
@@ -146,14 +149,11 @@ async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
-        await _answer(send, status, {"error": reason})
+        await send_body(send, status, json_body({"error": reason}), JSON if ADMITTED in scope else REFUSED)
 
 
 async def _answer(send: Send, status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send_body(send, status, json_body(content), JSON)
 
 
 PATH = "/hpcrl/tokens"

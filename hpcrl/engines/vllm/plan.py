@@ -69,10 +69,10 @@ def _bytes(weight: Weight, engine: InferenceEngineConfig) -> float:
     return size * weight.count / share
 
 
-def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
+def describe_engines(config: Config, shapes: Shapes) -> tuple[list[str], dict[str, int]] | None:
     engine = config.generator.inference_engine
     if engine.remote_urls or config.slurm.gpus == 0:
-        return
+        return None
     sizes = {
         "tensor": engine.tensor_parallel_size,
         "pipeline": engine.pipeline_parallel_size,
@@ -80,15 +80,25 @@ def describe_engines(config: Config, shapes: Shapes) -> Iterator[str]:
     }
     how = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     quantized = f", quantized as {engine.quantization}" if engine.quantization else ""
-    yield ""
-    yield f"each replica: {engine.gpus} GPU(s){f' ({how} parallel)' if how else ''}, weights in {engine.model_dtype}{quantized}"
+    lines = [
+        f"each replica: {engine.gpus} GPU(s){f' ({how} parallel)' if how else ''}, weights in {engine.model_dtype}{quantized}"
+    ]
     device, source = memory_of_rank(config)
     if device is None:
-        yield f"  memory of the device: unknown ({source})"
-        return
+        return [*lines, f"  memory of the device: unknown ({source})"], {"gpus": engine.gpus}
     share = config.engine_memory_share(shared=config.trainer.placement.colocate_all)
-    longest = config.max_model_len
     found = engine_sizes(engine, shapes, share * device)
+    numbers = {
+        "gpus": engine.gpus,
+        "share": round(found.share),
+        "weights": round(found.weights),
+        "tokens": found.tokens,
+    }
+    return [*lines, *_room(config, found, device, share, source)], numbers
+
+
+def _room(config: Config, found: EngineSizes, device: float, share: float, source: str) -> Iterator[str]:
+    longest = config.max_model_len
     yield (
         f"  of a GPU's {device / 2**30:,.2f} GiB ({source}) {share:.0%} are the engine's "
         f"(gpu_memory_utilization): {found.weights / 2**30:,.2f} GiB for weights"

@@ -148,10 +148,10 @@ def remote_engines(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             f"{path}.remote_urls", "expected each address once: an engine works for one rollout worker at a time"
         )
-    if engine.num_engines != len(engine.remote_urls):
+    if engine.engines != len(engine.remote_urls):
         yield Problem(
             f"{path}.num_engines",
-            f"expected {len(engine.remote_urls)}, one for each of {path}.remote_urls, found {engine.num_engines}",
+            f"expected {len(engine.remote_urls)}, one for each of {path}.remote_urls, found {engine.engines}",
         )
     if config.loads_adapters:
         yield Problem(

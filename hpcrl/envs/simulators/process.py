@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import ConfigError, HpcrlError, UserCodeError
+from hpcrl.types import LONGEST_FAILURE
 
 if TYPE_CHECKING:
     from hpcrl.envs.simulators.base import Bounds, Observation
@@ -208,7 +209,9 @@ def _simulate(connection: Connection, made: Any, options: Mapping[str, Any], fai
         except HpcrlError as error:
             connection.send((type(error), str(error)))
         except Exception as error:  # noqa: BLE001  a user's code, whose error goes into the sample's message
-            connection.send((UserCodeError, f"the simulator raised {type(error).__name__}: {error}"))
+            connection.send(
+                (UserCodeError, f"the simulator raised {type(error).__name__}: {str(error)[:LONGEST_FAILURE]}")
+            )
         else:
             connection.send((None, answer))
         verb, arguments = connection.recv()

@@ -14,8 +14,8 @@ from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.models.trainable import mark_trained
 
 
-def describe_policy(config: Config) -> tuple[list[str], int]:
-    """Return lines about the policy's transformer, and the bytes that a rank needs of it."""
+def describe_policy(config: Config) -> tuple[list[str], dict[str, int]]:
+    """Return lines about the policy's transformer, and the bytes that a rank needs of it, by what they hold."""
     trainer, source = config.trainer, transformer_source(config.trainer)
     settings = trainer.policy.diffusers
     model = source.empty(torch.float32, "")
@@ -36,7 +36,7 @@ def describe_policy(config: Config) -> tuple[list[str], int]:
         lines.append("  text encoders and VAE are on each rank too; their memory is not estimated")
     if config.has_engines:
         lines.append("engine: the transformer, its text encoders and VAE; their memory is not estimated")
-    return lines, sum(parts.values())
+    return lines, parts
 
 
 def passes(trainer: TrainerConfig) -> int:

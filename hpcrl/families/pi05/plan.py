@@ -9,8 +9,8 @@ from hpcrl.families.pi05.policy import action_source
 from hpcrl.planning.whole_model import memory_line, memory_of_parameters
 
 
-def describe_policy(config: Config) -> tuple[list[str], int]:
-    """Return lines about the policy, and its bytes on a rank, activations not counted; errors as of PlanFamily."""
+def describe_policy(config: Config) -> tuple[list[str], dict[str, int]]:
+    """Return lines about the policy, and its bytes on a rank by what they hold, activations not counted; errors as of PlanFamily."""
     source, settings = action_source(config.trainer), config.vla.pi05
     model = source.empty(torch.float32, "")
     parameters, parts = memory_of_parameters(config, model, copies=0)
@@ -21,4 +21,4 @@ def describe_policy(config: Config) -> tuple[list[str], int]:
         f"{memory_line(parts)}; activations are not estimated",
         "engine: the same model; its memory is not estimated",
     ]
-    return lines, sum(parts.values())
+    return lines, parts

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.held_nodes import HeldNodes
+from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.multi_node import ScorerParts
 from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
@@ -34,8 +37,11 @@ from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, li
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.inputs import require_same_inputs
+from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
+from hpcrl.launch.requeue.requests import other_jobs
+from hpcrl.launch.requeue.requeue import set_dependency
 from hpcrl.launch.retention import end_of_run
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.checksums import require_unchanged
@@ -181,6 +187,7 @@ class NodeAgent:
         if reason and self._stop_reason is None:
             if reason == "interrupted":
                 ask_to_stop(self._run, self._attempt, reason)
+                self._let_other_requests_start()
             self._stop_deadline = time.monotonic() + self._saving_s
         if reason and self._stop_reason != reason:  # a cancellation overrides a requeue in progress
             self._stop_reason = reason
@@ -195,6 +202,12 @@ class NodeAgent:
             self._watchdog.signal(signal.SIGUSR2, "rank-")
         if time.monotonic() > self._stop_deadline:
             self._report_stop("it did not leave in time after the stop request")
+
+    def _let_other_requests_start(self) -> None:
+        """Free the run's other requests where Slurm ends this job: it may kill the batch script, which else does that, before its turn."""
+        if signal.SIGTERM in self._signals and self._node.index == 0 and not self._context.local:
+            others = other_jobs(self._run, self._context.job_id)
+            threading.Thread(target=set_dependency, args=(others, None), daemon=True).start()
 
     def _look_at_children(self) -> None:
         if self._node.role == "trainer" and not (self._stop_reason and not self._processes.rendezvous):
@@ -348,8 +361,13 @@ class NodeAgent:
         return bool(self._signals) or stop_asked(self._run, self._attempt) is not None
 
 
-def main(path: str, sizes: Sizes | None = None) -> None:
-    """Run the agent of this node for the run at `path`, whose parts have about these sizes; ends the process."""
+def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout] = ()) -> None:
+    """Run the agent of this node for the run at `path`; ends the process.
+
+    Args:
+        sizes: of files of the run, about.
+        layouts: that its attempts may take, the fewest nodes first; none: the only one.
+    """
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
     script = BatchScript(signals) if context.index == 0 and not context.local else None
@@ -357,21 +375,28 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     if before and (context.restarts or not read_attempts(run)):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
-    attempt = await_attempt(run, context)
+    attempt = await_attempt(run, context, layouts)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
-    message, host, agent = "the agent ended without an outcome; its log says why", "", None
+    message, host, agent, alone = "the agent ended without an outcome; its log says why", "", None, False
     held = HeldNodes(run, context) if context.index == 0 else None
     try:
         # the other nodes wait for it no longer than a minute
         status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None
         if status:
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
-        config = Config.from_toml([run.config])
+        config = Config.from_toml([run.config]).at(attempt.sizes)
+        if len(attempt.hosts) < (wanted := len(make_plan(config))):
+            raise RunError(
+                f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
+            )
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
             make_room(run, config, attempt.number)
-        agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
-        agent.supervise()
+        if context.index < len(attempt.hosts):
+            agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
+            agent.supervise()
+        else:
+            alone = await_end(run, context, attempt)
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"
         host = context.hosts[context.index] if isinstance(error, DeviceError) else ""
@@ -379,7 +404,8 @@ def main(path: str, sizes: Sizes | None = None) -> None:
         if outcome_of(run, attempt.number) is None:
             report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}", host)
     outcome = outcome_of(run, attempt.number)
-    if agent and agent.alone:  # the node with the batch script is gone, and with it who would requeue the job
+    # the node with the batch script is gone, and with it who would requeue the job
+    if alone or (agent and agent.alone):
         settle(run, context.job)
     if script:
         script.require_its_end()

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node
-from hpcrl.rundir.allocations import RENEW_S, AllocatedNode, new_allocation, write_allocation
+from hpcrl.rundir.allocations import LEFT_OVER, RENEW_S, AllocatedNode, new_allocation, write_allocation
 from hpcrl.rundir.layout import Run
 
 
@@ -27,8 +27,9 @@ class HeldNodes:
         self._write()
 
     def assign(self, nodes: Sequence[Node]) -> None:
-        """Record what the nodes do, in their order."""
+        """Record what the nodes do, in their order; those that the layout has no use for are left over."""
         known = [AllocatedNode(host, n.role, n.devices) for host, n in zip(self._hosts, nodes, strict=False)]
+        known += [AllocatedNode(host, LEFT_OVER, []) for host in self._hosts[len(nodes) :]]
         self._record = replace(self._record, nodes=[asdict(node) for node in known])
         self._write()
 

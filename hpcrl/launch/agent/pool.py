@@ -20,7 +20,9 @@ from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import pooled_node
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
+from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.launch.scheduler import find_job, queue
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -105,7 +107,7 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
             print(f"{worker} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{worker}"))
             require_unchanged(run)
-            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, worker, sizes, held)
+            agent = PoolAgent(run, attempt_config(run, attempt.number), context, attempt, signals, worker, sizes, held)
             agent.supervise()
             if agent.left:
                 break
@@ -119,7 +121,7 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
         elif time.monotonic() - asked > _ASK_S:
             asked = time.monotonic()
             if not _queued(run):
-                print("nothing to do: the job of the run is gone", flush=True)
+                print("nothing to do: the jobs of the run are gone", flush=True)
                 return 0
         time.sleep(_POLL_S)
     return AGAIN
@@ -128,6 +130,9 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
 def _queued(run: Run) -> bool:
     record = read_json(run.submission)
     try:
-        return record is None or find_job(record["job_id"], queue(patience_s=0.0)).active
+        if record is None:
+            return True
+        queued = queue(patience_s=0.0)
+        return any(find_job(job, queued).active for job in requests_of(record).values())
     except SubmitError:
         return True

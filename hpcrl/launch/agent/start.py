@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,6 +15,7 @@ from types import FrameType
 import submitit
 
 from hpcrl.errors import RunError
+from hpcrl.launch.layouts import AttemptLayout, layout_for
 from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
@@ -41,6 +43,10 @@ class NodeContext:
     job: str
     restarts: int
     local: bool
+
+    @property
+    def job_id(self) -> str:
+        return self.job.rpartition(".")[0]
 
     @classmethod
     def here(cls) -> NodeContext:
@@ -95,10 +101,16 @@ class BatchScript:
             time.sleep(_POLL_S)
 
 
-def await_attempt(run: Run, context: NodeContext) -> Attempt:
-    """Return the attempt of this start; node 0 opens it, the others see it through the shared filesystem."""
+def await_attempt(run: Run, context: NodeContext, layouts: Sequence[AttemptLayout] = ()) -> Attempt:
+    """Return the attempt of this start; node 0 opens it, the others see it through the shared filesystem.
+
+    Args:
+        layouts: from which node 0 chooses by the nodes that there are; none: one for all of them.
+    """
     if context.index == 0:
-        return open_attempt(run, context.job, context.hosts)
+        layout = layout_for(layouts, len(context.hosts)) if layouts else AttemptLayout(len(context.hosts))
+        used, idle = context.hosts[: layout.nodes], context.hosts[layout.nodes :]
+        return open_attempt(run, context.job, used, layout.sizes, idle)
     deadline = time.monotonic() + _SHARED_S
     while time.monotonic() < deadline:
         if attempt := find_attempt(run, context.job):

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hpcrl.config import Config
 from hpcrl.errors import RunError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.state import RunState
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.launch.scheduler import PATIENCE_S, not_here, run_slurm
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 
@@ -28,7 +28,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
         role: trainer, rollout, reward or scorer; None: trainer, or what the node is.
     """
     state = running(run)
-    config = Config.from_toml([run.config])
+    config = attempt_config(run, state.attempt)
     plan, hosts = make_plan(config), read_attempts(run)[-1].hosts
     chosen = choose(plan, hosts, node, role)
     inside = [

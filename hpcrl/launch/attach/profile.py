@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from hpcrl.config import Config
 from hpcrl.errors import RunError
 from hpcrl.launch.attach.attach import on_node, running
 from hpcrl.launch.nodes import Node, make_plan
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 
@@ -34,7 +34,7 @@ def sample(run: Run, role: ProfiledRole, number: int, seconds: int, form: Format
         RunError: the run has no such process now, or it cannot be read.
     """
     state = running(run)
-    config = Config.from_toml([run.config])
+    config = attempt_config(run, state.attempt)
     plan, hosts = make_plan(config), read_attempts(run)[-1].hosts
     process, node = process_of(plan, role, number)
     inside = [

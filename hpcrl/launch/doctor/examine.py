@@ -79,14 +79,33 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         return
     yield from cluster_findings(config, _accounting())
     yield from request_findings(asked)
-    partition = _partition(partitions, asked.partition)
-    if partition is None:
-        names = ", ".join(one["PartitionName"] for one in partitions)
-        found = f"there is no {asked.partition}" if asked.partition else "there is no default partition"
-        yield error("partition", found, f"choose one of {names} (--partition, slurm.partition)")
-        return
-    yield from partition_findings(config, partition, slurm.get("time_minutes"), asked)
-    yield from _of_compute_node(directories, replace(asked, partition=partition["PartitionName"]), wait_s)
+    there = list[SlurmConfig]()
+    for name, wanted in _requests(asked):
+        partition = _partition(partitions, wanted.partition)
+        if partition is None:
+            yield _no_partition(name, wanted, partitions)
+            continue
+        minutes = wanted.time_minutes if name or "time_minutes" in slurm else None
+        for finding in partition_findings(config, partition, minutes, wanted):
+            yield replace(finding, subject=f"{finding.subject} ({name})") if name else finding
+        there.append(replace(wanted, partition=partition["PartitionName"]))
+    if there:
+        yield from _of_compute_node(directories, there[0], wait_s)
+
+
+def _requests(asked: SlurmConfig) -> Iterator[tuple[str, SlurmConfig]]:
+    """Yield name and settings of each request, and of each partition where one names several; the only request has no name."""
+    requests = {name: asked.asked_by(name) for name in asked.requests} or {"": asked}
+    for name, one in requests.items():
+        for partition in (one.partition or "").split(","):
+            yield name, replace(one, partition=partition or None)
+
+
+def _no_partition(name: str, wanted: SlurmConfig, partitions: Sequence[dict[str, str]]) -> Finding:
+    names = ", ".join(one["PartitionName"] for one in partitions)
+    found = f"there is no {wanted.partition}" if wanted.partition else "there is no default partition"
+    setting = f"slurm.requests.{name}.partition" if name else "--partition, slurm.partition"
+    return error(f"partition ({name})" if name else "partition", found, f"choose one of {names} ({setting})")
 
 
 def _existing(root: Path) -> Path:

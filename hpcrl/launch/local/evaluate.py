@@ -141,7 +141,7 @@ def configured(
     base = [] if subject.run is None else [subject.run.config]
     if subject.run is None:
         ours += _fitting(subject.model, files, settings)
-    config = Config.from_toml([*base, *files], [*ours, *settings])
+    config = Config.from_toml([*base, *files], [*ours, *settings]).largest()
     made = subject.checkpoint is None  # the model of a checkpoint may be made only yet
     problems = [*check_engine(config), *check_vision(config)] if made else []
     raise_together(problems, partial(source_of, [*base, *files], [*ours, *settings]))

@@ -9,10 +9,11 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.launch.scheduler import JobState, find_job
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
@@ -30,21 +31,24 @@ def adopt(submissions: dict[Run, dict[str, Any]], queued: Mapping[str, JobState]
     Returns:
         The runs whose job was found so.
     """
-    recorded = {submission.get("job_id") for submission in submissions.values()}
+    recorded = {job for submission in submissions.values() for job in requests_of(submission).values()}
     unknown = {id: job for id, job in queued.items() if job.active and id not in recorded and "/.slurm/" in job.script}
     if not unknown:
         return set()
     folders = {os.path.realpath(run.slurm) for run in submissions}
-    found = set()
+    found = dict[Run, list[str]]()
     for job_id, job in unknown.items():
         if os.path.realpath(Path(job.script).parent) not in folders:
             continue
         run = _run_of(job_id, Path(job.script))
-        if run is None or run not in submissions or find_job(submissions[run].get("job_id", ""), queued).active:
+        if run is None or run not in submissions:
             continue
-        submissions[run] = _record(run, submissions[run], job_id)
-        found.add(run)
-    return found
+        if any(find_job(own, queued).active for own in requests_of(submissions[run]).values()):
+            continue
+        found.setdefault(run, []).append(job_id)
+    for run, jobs in found.items():
+        submissions[run] = _record(run, submissions[run], jobs)
+    return set(found)
 
 
 def _run_of(job: str, script: Path) -> Run | None:
@@ -59,11 +63,12 @@ def _run_of(job: str, script: Path) -> Run | None:
     return Run(Path(runs[int(index)])) if isinstance(runs[int(index)], str) else None
 
 
-def _record(run: Run, before: Mapping[str, Any], job: str) -> dict[str, Any]:
-    """Record the job of a run, unless another process is about to; return the record."""
+def _record(run: Run, before: Mapping[str, Any], jobs: Sequence[str]) -> dict[str, Any]:
+    """Record the jobs of a run, several where it has several requests, unless another process is about to; return the record."""
     overrides = before.get("overrides", [])
     record = {
-        "executor": "slurm", "host": socket.gethostname(), "job_id": job, "overrides": overrides, "submitted": time.time(),
+        "executor": "slurm", "host": socket.gethostname(), "job_id": jobs[0], "overrides": overrides, "submitted": time.time(),
+        **({"requests": {f"job {job}": job for job in jobs}} if len(jobs) > 1 else {}),
     }  # fmt: skip
     if not before:
         try:

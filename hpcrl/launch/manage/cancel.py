@@ -16,6 +16,7 @@ from hpcrl.errors import ConfigError, RunError, SubmitError
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.requeue.elastic import cancel_pools
+from hpcrl.launch.requeue.requests import cancel_others
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -89,6 +90,7 @@ def _take_away(state: RunState) -> None:
     job = state.submission["job_id"]
     if state.submission["executor"] == "slurm":
         cancel_slurm(job)
+        cancel_others(state.run, job)
     # Agents end their processes when they see the outcome; the executor's process ends with its agents.
     elif state.job.active and _await_end(state.run, _LEAVING_S).job.active:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended

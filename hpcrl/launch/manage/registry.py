@@ -9,18 +9,20 @@ import shlex
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.adopt_jobs import adopt
-from hpcrl.launch.manage.state import RunState, state_of
+from hpcrl.launch.manage.state import Requests, RunState, state_of
 from hpcrl.launch.manage.users import is_folder, owner_of, user_name
+from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_job, local_state, queue
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import read_outcome
+from hpcrl.rundir.ledger import read_attempts, read_outcome
 
 _MOST_LISTED = 8
 _AT_ONCE = 16
@@ -118,7 +120,7 @@ def _states(runs: Sequence[Run], patience_s: float, listed: bool = False) -> lis
     submissions = {run: record or {} for run, record in records.items()}
     final = _of_each(_is_final, [run for run in runs if submissions[run].get("executor") != "local"])
     foreign = {run: uid for run, uid in owners.items() if uid not in (None, os.geteuid())}
-    jobs, queued, failure, here = {}, {}, "", socket.gethostname()
+    jobs, requests, queued, failure, here = {}, dict[Run, Requests](), {}, "", socket.gethostname()
     if final:
         try:
             queued = queue(patience_s, foreign.values())
@@ -135,7 +137,10 @@ def _states(runs: Sequence[Run], patience_s: float, listed: bool = False) -> lis
         elif failure:
             jobs[run] = GONE if final[run] else JobState("UNKNOWN", failure)
         else:
-            jobs[run] = find_job(submission.get("job_id", ""), queued)
+            requests[run] = {name: (job, find_job(job, queued)) for name, job in requests_of(submission).items()}
+            number, jobs[run] = _run_itself(run, requests[run])
+            if number:
+                submission["job_id"] = number
             if run in foreign and jobs[run] is GONE and os.geteuid() and not final[run]:
                 jobs[run] = JobState("UNKNOWN", f"Slurm shows you no such job of {user_name(foreign[run])}")
     forgotten = {
@@ -146,11 +151,25 @@ def _states(runs: Sequence[Run], patience_s: float, listed: bool = False) -> lis
     accounted = accounting(forgotten.values())
     jobs |= {run: accounted.get(job, GONE) for run, job in forgotten.items()}
     states = _of_each(
-        lambda run: state_of(run, submissions[run], jobs[run], run in found, listed=listed), runs
+        lambda run: state_of(run, submissions[run], jobs[run], run in found, requests.get(run), listed=listed), runs
     ).values()
     return [
         replace(state, damaged=True) if records[state.run] is None and not state.found else state for state in states
     ]
+
+
+def _run_itself(run: Run, requests: Requests) -> tuple[str, JobState]:
+    """Return the job that is the run, of those that were submitted for it: what runs, else what waits and has run last, else what waits."""
+    last = None
+    if len(requests) > 1:
+        with suppress(RunError, OSError):  # damaged, which the state tells
+            last = next((attempt.job_id for attempt in reversed(read_attempts(run))), None)
+
+    def rank(job: tuple[str, JobState]) -> tuple[bool, bool, bool]:
+        name, state = job
+        return state.active and not state.waiting, state.active, name == last
+
+    return max(requests.values(), key=rank, default=("", GONE))
 
 
 def _of_each(read: Callable[[Run], _Read], runs: Sequence[Run]) -> dict[Run, _Read]:
@@ -168,6 +187,9 @@ def _submission(run: Run) -> dict[str, Any] | None:
     if record is None:
         return {}
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in _TEXTS):
+        return None
+    requests = record.get("requests", {})
+    if not isinstance(requests, dict) or not all(isinstance(job, str) for job in requests.values()):
         return None
     overrides = record.setdefault("overrides", [])
     listed = isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)

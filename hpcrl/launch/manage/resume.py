@@ -16,6 +16,7 @@ from hpcrl.config import Config
 from hpcrl.config.resume_changes import Change, changes
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.inputs import changed_inputs
+from hpcrl.launch.layouts import Check
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.sharing import share, writing_for
@@ -34,13 +35,14 @@ from hpcrl.text import one_line
 _LEAVING_S = 60.0
 
 
-def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
+def resume(run: Run, overrides: Sequence[str] = (), checks: Sequence[Check] = ()) -> list[Change]:
     """Start the next attempt of a run, by the executor that it was submitted to; one that is done goes on to a later end.
 
     A changed configuration takes the place of config.toml; the old one stays as config.<attempt>.toml.
 
     Args:
         overrides: settings to change, as for `hpcrl submit`.
+        checks: as of `Element`.
 
     Returns:
         Changes since the configuration of the last attempt, of any origin.
@@ -74,7 +76,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         if found:
             check_files(config)
         folder = Path(os.path.realpath(run.slurm))
-        element = Element(run.name, config, [*state.submission["overrides"], *overrides])
+        element = Element(run.name, config, [*state.submission["overrides"], *overrides], tuple(checks))
         for edited in [*changed_files(run), *changed_inputs(run, current)]:
             message = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
             print(one_line(message), file=sys.stderr)

@@ -12,7 +12,8 @@ from statistics import fmean
 from rich.text import Text
 
 from hpcrl.launch.manage.progress import Progress
-from hpcrl.launch.manage.state import RunState
+from hpcrl.launch.manage.state import RunState, explain
+from hpcrl.launch.scheduler import JobState
 from hpcrl.observe.live_status import LiveStatus
 from hpcrl.observe.summary import Headline
 from hpcrl.observe.summary_table import headline_rows
@@ -123,11 +124,17 @@ def _origin(view: RunView) -> list[tuple[str, str]]:
         found = ", found in the queue: its submission was cut short" if state.found else ""
         job = f"{submission.get('job_id', '-')} ({submission.get('executor', '-')}, {state.job.name.lower()}{found})"
         rows += [
-            ("attempt", str(state.attempt)),
+            ("attempt", f"{state.attempt} ({state.layout})" if state.layout else str(state.attempt)),
             ("job", job),
+            *((f"request {name}", waits_as(*request)) for name, request in state.requests.items() if name),
             ("overrides", " ".join(submission.get("overrides", []))),
         ]
     return [*rows, ("directory", str(view.run.path))]
+
+
+def waits_as(job: str, state: JobState) -> str:
+    """Return the state of a request's job, and why it waits, for people."""
+    return f"{job}, {state.name.lower()}" + (f": {explain(state, job)}" if state.waiting else "")
 
 
 def _processes(view: RunView) -> list[tuple[str, str]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from hpcrl.errors import RunError
 from hpcrl.launch.manage.progress import SILENT_S, Progress, progress_of
 from hpcrl.launch.requeue.policy import RequeueDecision, repeats, requeue_decision
+from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.launch.scheduler import GONE, JobState
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, listed_attempts, outcome_of, require_attempts
@@ -17,6 +18,9 @@ from hpcrl.rundir.space import exhausted
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
 from hpcrl.runtime.signals import stop_asked, stop_cause
 from hpcrl.units import duration
+
+Requests: TypeAlias = dict[str, tuple[str, JobState]]
+"""Job and its state of each request of a run, by the request's name."""
 
 _STANDING = ("SUSPENDED", "STOPPED")
 _LEAVING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
@@ -36,6 +40,8 @@ class RunState:
         advice: what to do, or empty.
         found: the job was not recorded, and found in the queue.
         damaged: a file that says more cannot be read; detail names it.
+        layout: nodes and sizes of the attempt where the configuration has ranges, for people.
+        requests: jobs of the run's requests, of which `job` is one.
         statuses, progress: without content for a run in a list whose newest attempt has ended and waits for nothing.
     """
 
@@ -51,6 +57,8 @@ class RunState:
     advice: str = ""
     found: bool = False
     damaged: bool = False
+    layout: str = ""
+    requests: Requests = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -70,17 +78,24 @@ class RunState:
 
 
 def state_of(
-    run: Run, submission: dict[str, Any], job: JobState, found: bool = False, *, listed: bool = False
+    run: Run,
+    submission: dict[str, Any],
+    job: JobState,
+    found: bool = False,
+    requests: Requests | None = None,
+    *,
+    listed: bool = False,
 ) -> RunState:
     """Return the state of a run; with a damaged file it is unknown, so that other runs are still shown.
 
     Args:
         submission: the record of its last job.
         job: state of that job.
+        requests: as of RunState.
         listed: it is one of many, and what a line does not show is not read.
     """
     try:
-        return _state_of(run, submission, job, found, listed)
+        return replace(_state_of(run, submission, job, found, listed), requests=requests or {})
     except RunError as error:
         detail, advice = str(error), ""
     except OSError as error:
@@ -104,7 +119,10 @@ def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool, 
         statuses = read_process_statuses(run, number)
         progress = progress_of(run, statuses, ended=outcome is not None)
     kind, detail, advice = _View(run, submission, job, attempt, outcome, progress).describe()
-    return RunState(run, submission, job, number, outcome, statuses, progress, kind, detail, advice, found)
+    layout = attempt.layout if attempt else ""
+    return RunState(
+        run, submission, job, number, outcome, statuses, progress, kind, detail, advice, found, layout=layout
+    )
 
 
 @dataclass(frozen=True)
@@ -151,10 +169,8 @@ class _View:
         """Return whether the newest attempt is of an earlier job than the recorded one, of which no attempt has begun."""
         if self.attempt is None:
             return False
-        identity = self.submission.get("job_id", "")
-        # for Slurm a start goes by the job's id and the number of its restarts
-        starts = {f"local-{identity}", f"{identity}.{self.attempt.job.rpartition('.')[2]}"}
-        return self.attempt.job not in starts
+        jobs = requests_of(self.submission).values()
+        return self.attempt.job_id not in {*jobs, *(f"local-{job}" for job in jobs)}
 
     @property
     def _restarted(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.requeue.policy import requeue_decision
+from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.allocations import end_allocation
@@ -42,9 +43,9 @@ def _arrays(record: Mapping[str, Any]) -> list[str]:
 
 
 def current_attempt(run: Run) -> Attempt | None:
-    """Return the newest attempt of the run's present job, or None while that has not started."""
+    """Return the newest attempt of the run's present submission, or None while none of its jobs has started."""
     record, attempts = read_json(run.submission), read_attempts(run)
-    return attempts[-1] if record and attempts and attempts[-1].job_id == record["job_id"] else None
+    return attempts[-1] if record and attempts and attempts[-1].job_id in requests_of(record).values() else None
 
 
 def unwanted(run: Run, pool: str) -> str | None:

@@ -19,8 +19,10 @@ from typing import TypeVar
 from hpcrl.errors import RunError
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.requeue.policy import requeue_decision
-from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
+from hpcrl.launch.requeue.requests import cancel_others, other_jobs, recorded_requests, submitted_with
+from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job, start_name
 from hpcrl.rundir.allocations import end_allocation
+from hpcrl.rundir.claims import give_back
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import (
@@ -50,13 +52,14 @@ def ended_before(run: Run, job: str) -> Outcome | None:
     """
     attempts, outcome = require_attempts(run), read_outcome(run)
     newest = attempts[-1] if attempts else None
-    if newest and newest.job_id == _job_id(job) and newest.job != job and stop_asked(run, newest.number) == "cancelled":
+    jobs = submitted_with(run, _job_id(job))
+    if newest and newest.job_id in jobs and newest.job != job and stop_asked(run, newest.number) == "cancelled":
         cancel_outcome(run, newest.number)
         outcome = read_outcome(run)
     if outcome is None or not outcome.final:
         return None
     attempt = next((attempt for attempt in attempts if attempt.number == outcome.attempt), None)
-    return outcome if attempt is None or attempt.job_id == _job_id(job) else None
+    return outcome if attempt is None or attempt.job_id in jobs else None
 
 
 def _job_id(job: str) -> str:
@@ -90,19 +93,24 @@ def concluded(run: Run, job: str, status: int) -> Outcome:
 
 def settle(run: Run, job: str, status: int = 0) -> int:
     """Requeue this job where the policy decides so; return the exit status of the batch script. `status` as of `concluded`."""
-    outcome, decision = _patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
+    outcome, decision = patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
     with suppress(OSError):  # what is printed lies on the filesystem of the run, too
         print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
+    others = patiently(lambda: other_jobs(run, _job_id(job)))
     with suppress(OSError, RunError):  # an account is not worth an attempt
         end_allocation(run, job)
     if decision.requeue:
-        requeue_this_job(start=SOON if outcome.kind == "interrupted" else None, exclude=decision.exclude)
+        if others:
+            patiently(lambda: give_back(run, job))
+        start = SOON if outcome.kind == "interrupted" else None
+        requeue_this_job(start=start, exclude=decision.exclude, freed=others)
     else:
+        cancel_others(run, _job_id(job))
         cancel_pools(run)
     return 0 if outcome.final else 1
 
 
-def _patiently(look: Callable[[], _Seen]) -> _Seen:
+def patiently(look: Callable[[], _Seen]) -> _Seen:
     """Return the result of `look`, with retries: a short failure of the filesystem must not keep the run out of the queue."""
     deadline = time.monotonic() + _TROUBLE_S
     while True:
@@ -114,13 +122,17 @@ def _patiently(look: Callable[[], _Seen]) -> _Seen:
             time.sleep(_LOOK_S)
 
 
+def listed_run(element_list: Path) -> Run:
+    """Return the run of this element of a job array."""
+    runs = patiently(lambda: read_json(element_list))
+    assert runs, element_list
+    return Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID") or "0")]))
+
+
 def main(element_list: Path, status: int) -> int:
     outlive_the_job()
-    runs = _patiently(lambda: read_json(element_list))
-    assert runs, element_list
-    run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID") or "0")]))
-    job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}"
-    if _patiently(lambda: find_attempt(run, start) is None and _given_by_hand(run, element_list.parent, job)):
+    run, job, start = listed_run(element_list), job_name(), start_name()
+    if patiently(lambda: find_attempt(run, start) is None and _given_by_hand(run, element_list.parent, job)):
         print(
             f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"
         )
@@ -133,8 +145,8 @@ def _given_by_hand(run: Run, folder: Path, job: str) -> bool:
 
     Where `hpcrl submit` was killed, this one has nothing to start from either, but it is the run's.
     """
-    recorded = read_json(run.submission) or {}
-    return recorded.get("job_id", job) != job and not (folder / job / f"{job}_submitted.pkl").exists()
+    recorded = recorded_requests(run).values()
+    return job not in (recorded or [job]) and not (folder / job / f"{job}_submitted.pkl").exists()
 
 
 if __name__ == "__main__":

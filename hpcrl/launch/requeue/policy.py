@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import tomli
 
+from hpcrl.launch.requeue.requests import recorded_requests
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
 
@@ -38,7 +39,11 @@ class RequeueDecision:
 
 
 def decide(
-    attempts: Sequence[Attempt], outcomes: Sequence[Outcome], crash_budget: int, resumes: bool
+    attempts: Sequence[Attempt],
+    outcomes: Sequence[Outcome],
+    crash_budget: int,
+    resumes: bool,
+    jobs: Collection[str] = (),
 ) -> RequeueDecision:
     """Decide by how the attempts of a run ended.
 
@@ -48,6 +53,7 @@ def decide(
         outcomes: oldest first; the last one is of the newest attempt.
         crash_budget: crashes without progress after which the run is held.
         resumes: whether attempts continue from checkpoints at all.
+        jobs: those of the newest submission; where it does not name the newest attempt's job, that one alone.
     """
     last = outcomes[-1]
     if last.final:
@@ -59,13 +65,13 @@ def decide(
         return RequeueDecision(True, last.message, exclude)
     if repeats(last):
         return RequeueDecision(False, f"{last.message}; another attempt would end the same way", repeats=True)
-    jobs = {attempt.number: attempt.job_id for attempt in attempts}
+    job_of = {attempt.number: attempt.job_id for attempt in attempts}
+    own = job_of.get(last.attempt)
+    together = jobs if own in jobs else [own]
     crashes = [
         outcome
         for outcome in outcomes
-        if outcome.kind in _CRASHES
-        and outcome.position == last.position
-        and jobs.get(outcome.attempt) == jobs.get(last.attempt)
+        if outcome.kind in _CRASHES and outcome.position == last.position and job_of.get(outcome.attempt) in together
     ]
     message = f"crash {len(crashes)} of {crash_budget} without a new checkpoint (step {last.step}): {last.message}"
     spent = len(crashes) >= crash_budget
@@ -88,4 +94,5 @@ def requeue_decision(run: Run) -> RequeueDecision:
     # not by Config, which would import the modules of a user's config_class once more
     config = tomli.loads(run.config.read_text())
     resumes = config["trainer"]["resume_mode"] != "none"
-    return decide(read_attempts(run), read_outcomes(run), config["slurm"]["crash_budget"], resumes)
+    jobs = list(recorded_requests(run).values())
+    return decide(read_attempts(run), read_outcomes(run), config["slurm"]["crash_budget"], resumes, jobs)

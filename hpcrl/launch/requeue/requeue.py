@@ -30,6 +30,22 @@ def job_name() -> str:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
+def start_name() -> str:
+    """Return the key of this start of the job, as `Attempt.job`."""
+    return f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}"
+
+
+def set_dependency(jobs: Sequence[str], after: str | None) -> None:
+    """Let jobs that wait in the queue wait for the end of the job `after` too, or with None for none; one that runs is left as it is."""
+    for job in jobs:
+        words = [f"JobId={job}", f"Dependency=afterany:{after}" if after else "Dependency="]
+        try:
+            done = _run("scontrol", "update", *words, limit_s=_ANSWER_S)
+            print(f"scontrol update {' '.join(words)}: {done.stderr.strip() or 'done'}", flush=True)
+        except subprocess.TimeoutExpired as error:
+            print(f"scontrol update {' '.join(words)}: {error}", flush=True)
+
+
 def outlive_the_job() -> None:
     """Ignore what ends a process: Slurm ends the caller with the job that it asks Slurm to requeue, and it needs a moment longer."""
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
@@ -48,18 +64,24 @@ def _scontrol(*words: str) -> bool:
         time.sleep(_RETRY_S)
 
 
-def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
+def requeue_this_job(
+    *, start: str | None, exclude: Sequence[str], after: str | None = None, freed: Sequence[str] = ()
+) -> None:
     """Requeue the job that the caller is part of, and wait to be ended with it.
 
     Args:
         start: when it may start again, as for sbatch --begin, if the site lets its users decide; None: after Slurm's two minutes.
         exclude: hosts that it should not get again, as far as enough others are left.
+        after: a job whose end it waits for.
+        freed: jobs that wait for this one, and need not any more.
     """
     job, parent = job_name(), os.getppid()
     # a refusal most likely says that Slurm has requeued it already, because it preempted it
     _scontrol("requeue", job)
     deadline = time.monotonic() + _KILLED_WITHIN_S
+    set_dependency(freed, after=None)
     updates = [[f"StartTime={start}"]] if start else []
+    updates += [[f"Dependency=afterany:{after}"]] if after else []
     if exclude and (avoided := _avoided(job, exclude)):
         updates.append([f"ExcNodeList={avoided}"])
     while time.monotonic() < deadline:  # the end of this loop is the end of the job that Slurm requeues

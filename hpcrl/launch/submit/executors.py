@@ -7,8 +7,9 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +19,18 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
 from hpcrl.config.sections.slurm import UploadJobConfig
-from hpcrl.errors import SubmitError
+from hpcrl.config.sizes import sizes_in
+from hpcrl.errors import DataError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
+from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_layouts, nodes_of, usable_layouts
 from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
+from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
+from hpcrl.launch.submit.models import rank_problems
 from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
@@ -39,11 +44,30 @@ class Element:
 
     Attributes:
         overrides: settings in which it differs from other runs of its sweep.
+        checks: what a layout must pass beside what ranks can share of the models, where the configuration has ranges.
     """
 
     name: str
     config: Config
     overrides: list[str]
+    checks: tuple[Check, ...] = ()
+
+    @cached_property
+    def every_layout(self) -> list[AttemptLayout]:
+        """All layouts of the run, those that cannot work too."""
+        return all_layouts(self.config, rank_problems, *self.checks)
+
+    @property
+    def layouts(self) -> list[AttemptLayout]:
+        """Layouts that attempts of the run may take, the fewest nodes first. Raises DataError where none works."""
+        if usable := usable_layouts(self.every_layout):
+            return usable
+        raise DataError("\n".join(["no layout of the run works", *describe_layouts(self.every_layout)]))
+
+    @property
+    def planned(self) -> Config:
+        """Configuration of the largest of them."""
+        return self.config.at(self.layouts[-1].sizes)
 
 
 @dataclass(frozen=True)
@@ -76,6 +100,10 @@ class ArrayExecutor(submitit.SlurmExecutor):
         """Return that the executor can be used, also without srun: a dry run prints batch scripts anywhere."""
         return 2
 
+    def _num_tasks(self) -> int:
+        """Return the tasks of a job, one on each node; of a range of nodes the most."""
+        return int(str(self.parameters.get("nodes", 1)).rpartition("-")[2])
+
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         if len(delayed_submissions) > 1:
             return super()._internal_process_submissions(delayed_submissions)
@@ -103,42 +131,78 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
     ]
 
 
-def slurm_executor(submission: Submission) -> ArrayExecutor:
-    """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
-    config = submission.elements[0].config
-    slurm, plan = config.slurm, make_plan(config)
-    survives = len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan)
+def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
+    """Return the executor of each request, whose job array runs this submission, by its name; the only one has none."""
+    slurm, layouts = submission.elements[0].config.slurm, submission.elements[0].layouts
+    if not slurm.requests:
+        return {"": _slurm_executor(submission, slurm, "", layouts)}
+    return {
+        name: _slurm_executor(submission, slurm.asked_by(name), name, _layouts_of(layouts, name, one.nodes))
+        for name, one in slurm.requests.items()
+    }
+
+
+def _layouts_of(layouts: Sequence[AttemptLayout], request: str, nodes: int | str | None) -> list[AttemptLayout]:
+    """Return the layouts for which a request asks for nodes. Raises DataError where there is none."""
+    if nodes is None:
+        return [*layouts]
+    sizes = sizes_in(nodes)
+    if found := [layout for layout in layouts if layout.nodes in sizes]:
+        return found
+    has = ", ".join(str(layout.nodes) for layout in layouts)
+    raise DataError(
+        f"slurm.requests.{request}.nodes: expected nodes for which the run has a layout ({has}), found {nodes!r}; with a range of "
+        "trainer.placement.policy_num_nodes or generator.inference_engine.num_engines it has several"
+    )
+
+
+def _slurm_executor(
+    submission: Submission, slurm: SlurmConfig, request: str, layouts: Sequence[AttemptLayout]
+) -> ArrayExecutor:
+    """Return the executor of one request. All elements share one batch script, made from the first."""
+    first = submission.elements[0]
+    config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
+    survives = any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
-    finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))}"
+    elements = shlex.quote(str(submission.element_list))
+    finish = f"{last} -m hpcrl.launch.requeue.epilogue {elements}"
     parameters = _common(config, submission.folder) | {
-        "job_name": f"hpcrl-{submission.folder.name}",
+        "job_name": f"hpcrl-{submission.folder.name}" + (f"-{request}" if request else ""),
         "comment": f"hpcrl:{submission.folder.name}",
         "time": slurm.time_minutes,
-        "nodes": len(plan),
+        "nodes": nodes_of(layouts),
         "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
         "additional_parameters": {
             **({"no-kill": True} if survives else {}),
+            **({"time-min": slurm.time_min_minutes} if slurm.time_min_minutes is not None else {}),
             "no-requeue" if config.trainer.resume_mode == "none" else "requeue": True,
             **slurm.extra,
         },
     }
+    if len(layouts) > 1:
+        # as an option of sbatch it would ask for the tasks of the least nodes, and Slurm would give no node more than it has tasks for
+        parameters["ntasks_per_node"] = None
+        parameters["srun_args"].append("--ntasks-per-node=1")
     if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
         parameters["srun_args"].append("--cpu-bind=none")
+    if request:
+        begin = f"{last} -m hpcrl.launch.requeue.prologue {elements}"
+        parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
     parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism
     return _executor(submission.folder, parameters, slurm, starter)
 
 
-def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gang: str) -> ArrayExecutor:
+def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gangs: Sequence[str]) -> ArrayExecutor:
     """Return the executor whose job array is an elastic pool of one run: an element on a node of its own for each of its workers.
 
     Args:
-        gang: the run's own job; no element starts before it does.
+        gangs: the run's own jobs, one for each request; no element starts before one of them does.
     """
     slurm, asked, whose = config.slurm, pool.asked, "" if pool.name == ROLLOUT else f"-{pool.name}"
     # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
@@ -153,7 +217,7 @@ def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, 
         "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0"],
         "array_parallelism": asked.at_once or asked.replicas,
-        "dependency": f"after:{gang}",
+        "dependency": "?".join(f"after:{gang}" for gang in gangs),
         "additional_parameters": {"requeue": True, **asked.extra},
     }
     kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
@@ -165,11 +229,11 @@ def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, 
     return _executor(submission.folder, parameters, asked, starter)
 
 
-def upload_executor(submission: Submission, run: Run, config: Config, gang: str) -> ArrayExecutor:
+def upload_executor(submission: Submission, run: Run, config: Config, gangs: Sequence[str]) -> ArrayExecutor:
     """Return the executor of the job that uploads what a run has left.
 
     Args:
-        gang: the run's own job, which has to end first, however that is.
+        gangs: the run's own jobs, which have to end first, however that is.
     """
     asked = _as_the_run(config.slurm.upload, config.slurm)
     parameters = _common(config, submission.folder) | {
@@ -178,7 +242,7 @@ def upload_executor(submission: Submission, run: Run, config: Config, gang: str)
         "time": asked.time_minutes,
         "nodes": 1,
         "srun_args": [],
-        "dependency": f"afterany:{gang}",
+        "dependency": f"afterany:{':'.join(gangs)}",
         "additional_parameters": {"requeue": True, **config.slurm.upload.extra},
     }
     return _executor(submission.folder, parameters, asked, _starter(submission))
@@ -246,7 +310,7 @@ def _executor(
 
 def local_executor(submission: Submission) -> submitit.LocalExecutor:
     """Return the executor that runs the same agents as processes of this machine, one per node of the plan."""
-    config = submission.elements[0].config
+    config = submission.elements[0].planned
     plan = make_plan(config)
     gpus = sum(node.gpus for node in plan)
     python = shlex.quote(config.slurm.python or sys.executable)
@@ -285,13 +349,17 @@ def uploads_by_job(config: Config) -> bool:
 
 def batch_scripts(submission: Submission) -> dict[str, str]:
     """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools and upload where it has them."""
-    first, run = submission.elements[0].config, submission.runs[0]
-    executors = {"batch script": (slurm_executor(submission), len(submission.elements))}
+    first, run = submission.elements[0].planned, submission.runs[0]
+    executors = {
+        f"batch script of request {name}" if name else "batch script": (executor, len(submission.elements))
+        for name, executor in slurm_executors(submission).items()
+    }
+    gangs = [f"JOB-{name}_0" if name else "JOB_0" for name in slurm_executors(submission)]
     for pool in elastic_pools(first):
-        executor = pool_executor(submission, run, first, pool, "JOB_0")
+        executor = pool_executor(submission, run, first, pool, gangs)
         executors[f"batch script of the {pool.title}"] = executor, len(pool.nodes)
     if uploads_by_job(first):
-        executors["batch script of the upload"] = upload_executor(submission, run, first, "JOB_0"), 1
+        executors["batch script of the upload"] = upload_executor(submission, run, first, gangs), 1
     texts = dict[str, str]()
     for title, (executor, count) in executors.items():
         executor.parameters["map_count"] = count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,6 +92,11 @@ def check_layouts(config: Config) -> Iterator[Problem]:
         if entries is not None:
             sizes = config.trainer.megatron_layout(section)
             yield from misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose)
+
+
+def rank_problems(configs: Sequence[Config]) -> list[str]:
+    """Return the first problem of `check_layouts` for each configuration, or an empty text."""
+    return [next((f"{one.path}: {one.message}" for one in check_layouts(config)), "") for config in configs]
 
 
 def check_packing(config: Config) -> Iterator[Problem]:

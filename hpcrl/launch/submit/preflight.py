@@ -32,6 +32,7 @@ from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.family import launch_family
+from hpcrl.launch.layouts import all_layouts, usable_layouts
 from hpcrl.launch.sharing import check_group
 from hpcrl.launch.submit.engine import check_engine, layers_over_nodes, merged_for_engines
 from hpcrl.launch.submit.megatron_fields import check_megatron_fields
@@ -42,6 +43,7 @@ from hpcrl.launch.submit.models import (
     check_routers,
     entries_of,
     is_local,
+    rank_problems,
     unchecked_models,
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
@@ -70,6 +72,8 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
     Returns:
         Warnings: what cannot be known on this machine, and a last step that is not the one that was asked for.
     """
+    usable = usable_layouts(all_layouts(config, rank_problems))
+    config = config.at(usable[-1].sizes) if usable else config.largest()
     problems, warnings = look(config)
     raise_together([*problems, *check_layouts(config)], source_of, DataError)
     return [*warnings, *merged_for_engines(config), *layers_over_nodes(config), *unchecked_models(config)]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -43,7 +43,7 @@ from hpcrl.launch.submit.executors import (
     Submission,
     local_executor,
     pool_executor,
-    slurm_executor,
+    slurm_executors,
     submit_with_retry,
     upload_executor,
     uploads_by_job,
@@ -251,27 +251,35 @@ def _submit(submission: Submission, local: bool) -> list[Run]:
 def launch(submission: Submission, local: bool) -> None:
     """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
-    runs, config = submission.runs, submission.elements[0].config
+    runs, config = submission.runs, submission.elements[0].planned
     if local:
         _require_local(submission)
     else:
         _require_cluster(config)
     write_json(submission.element_list, [str(run.path) for run in runs])
-    executor = local_executor(submission) if local else slurm_executor(submission)
+    executors = {"": local_executor(submission)} if local else slurm_executors(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
     sizes = [Sizes.of(element.config, folder_of) for element in submission.elements]
+    arguments = [paths, sizes]
+    if any(layout.sizes for element in submission.elements for layout in element.layouts):
+        arguments.append([element.layouts for element in submission.elements])  # the code of older runs takes none
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
-            jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths, sizes), submission.folder)
-            gangs = list(jobs)
-            arrays = [_start_pools(submission, at, job, jobs, sizes[at]) for at, job in enumerate(gangs)]
-            uploads = [_start_upload(submission, at, job, jobs) for at, job in enumerate(gangs)]
-        for run, element, job, pool_jobs, upload in zip(runs, submission.elements, gangs, arrays, uploads, strict=True):
+            requests = dict[str, list[Job[Any]]]()
+            for name, executor in executors.items():
+                start = partial(executor.map_array, agent.main, *arguments)
+                requests[name] = submit_with_retry(start, submission.folder)
+                jobs += requests[name]
+            gangs = [{name: own[at].job_id for name, own in requests.items()} for at in range(len(runs))]
+            arrays = [_start_pools(submission, at, own, jobs, sizes[at]) for at, own in enumerate(gangs)]
+            uploads = [_start_upload(submission, at, own, jobs) for at, own in enumerate(gangs)]
+        for run, element, own, pool_jobs, upload in zip(runs, submission.elements, gangs, arrays, uploads, strict=True):
             cancel_pools(run)  # of an earlier submission
             record = {
                 "executor": "local" if local else "slurm",
                 "host": socket.gethostname(),
-                "job_id": job.job_id,
+                "job_id": next(iter(own.values())),
+                **({"requests": own} if config.slurm.requests and not local else {}),
                 "pool": pool_jobs.pop(ROLLOUT, None),
                 "scorer_pools": pool_jobs,
                 "upload": upload,
@@ -289,8 +297,8 @@ def launch(submission: Submission, local: bool) -> None:
 
 def _require_local(submission: Submission) -> None:
     """Raise SubmitError where a submission needs jobs of Slurm, or packages that this environment lacks."""
-    config = submission.elements[0].config
-    pools = [each for element in submission.elements for each in elastic_pools(element.config)]
+    config = submission.elements[0].planned
+    pools = [each for element in submission.elements for each in elastic_pools(element.planned)]
     if pools:
         raise SubmitError(
             f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
@@ -329,12 +337,12 @@ def _lacks_torch(config: Config) -> bool:
 
 
 def _start_pools(
-    submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]], sizes: Sizes | None
+    submission: Submission, at: int, gangs: Mapping[str, str], jobs: list[Job[Any]], sizes: Sizes | None
 ) -> dict[str, str]:
     """Submit the elastic pools of one run, and return the id of each one's array; their elements are added to `jobs`."""
-    run, config, arrays = submission.runs[at], submission.elements[at].config, dict[str, str]()
+    run, config, arrays = submission.runs[at], submission.elements[at].planned, dict[str, str]()
     for each in elastic_pools(config):
-        executor, count = pool_executor(submission, run, config, each, gang.job_id), len(each.nodes)
+        executor, count = pool_executor(submission, run, config, each, [*gangs.values()]), len(each.nodes)
         of_elements = [str(run.path)] * count, each.workers, [sizes] * count
         elements = submit_with_retry(partial(executor.map_array, pool.main, *of_elements), submission.folder)
         jobs += elements
@@ -342,12 +350,12 @@ def _start_pools(
     return arrays
 
 
-def _start_upload(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]]) -> str | None:
+def _start_upload(submission: Submission, at: int, gangs: Mapping[str, str], jobs: list[Job[Any]]) -> str | None:
     """Submit the job that uploads what a run will have left, if it is to have one, and return its id; it is added to `jobs`."""
     run, config = submission.runs[at], submission.elements[at].config
     if not uploads_by_job(config):
         return None
-    executor = upload_executor(submission, run, config, gang.job_id)
+    executor = upload_executor(submission, run, config, [*gangs.values()])
     patience_s = 60.0 * config.slurm.upload.time_minutes - config.slurm.signal_seconds
     (job,) = submit_with_retry(lambda: executor.map_array(upload_job, [str(run.path)], [patience_s]), submission.folder)
     jobs.append(job)

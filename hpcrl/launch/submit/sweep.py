@@ -12,7 +12,9 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.root import source_of
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.nodes import make_plan
+from hpcrl.launch.layouts import all_layouts, usable_layouts
+from hpcrl.launch.nodes import Node, make_plan
+from hpcrl.launch.submit.models import rank_problems
 from hpcrl.text import NotUtf8Error, utf8
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
@@ -152,13 +154,18 @@ def _misfits(configs: dict[int, Config]) -> Iterator[tuple[int, str]]:
             yield index, "a sweep cannot vary trainer.run_name: its runs are named by index and values"
         if config.trainer.project_name != first.trainer.project_name:
             yield index, "a sweep cannot vary trainer.project_name: its runs lie side by side"
-        if config.slurm != first.slurm or make_plan(config) != make_plan(first):
+        if config.slurm != first.slurm or _plans(config) != _plans(first):
             yield index, _ONE_SCRIPT
         if (config.trainer.resume_mode == "none") != (first.trainer.resume_mode == "none"):
             yield index, "a sweep cannot vary whether its runs are requeued (trainer.resume_mode=none)"
         other = seen.setdefault(config.to_toml(), index)
         if other != index:
             yield index, f"the same run as element {other}; leave one of them out"
+
+
+def _plans(config: Config) -> list[list[Node]]:
+    """Return the nodes of each layout of a run."""
+    return [make_plan(config.at(layout.sizes)) for layout in usable_layouts(all_layouts(config, rank_problems))]
 
 
 def name_after(file: Path, moment: str) -> str:

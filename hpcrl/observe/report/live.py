@@ -109,6 +109,21 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _STRANGER_S
 
+    def setup(self) -> None:
+        super().setup()
+        # `timeout` is that of one read, and a header may come byte by byte
+        self._proving = threading.Timer(_STRANGER_S, self._end)
+        self._proving.daemon = True
+        self._proving.start()
+
+    def finish(self) -> None:
+        self._proving.cancel()
+        super().finish()
+
+    def _end(self) -> None:
+        with suppress(OSError):  # it has ended by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         words = parse_qs(asked.query)
@@ -118,6 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(
                 HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that `hpcrl report` printed\n"
             )
+        self._proving.cancel()
         self.connection.settimeout(_READER_S)
         try:
             if asked.path == "/":

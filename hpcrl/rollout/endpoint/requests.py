@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.data.chat.messages import read_messages, read_tools
 from hpcrl.errors import DataError
-from hpcrl.runtime.http_server import BadRequest, Refused
+from hpcrl.runtime.http_server import BadRequest, Refused, parse_json
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _NAMES = ("name", "tool_call_id", "tool_calls")
@@ -138,12 +137,7 @@ def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
 def _object(content: bytes) -> dict[str, Any]:
     if sum(map(content.count, b'[{,"')) > _MOST_MARKS:
         raise BadRequest(f"expected at most {_MOST_MARKS:,} brackets, commas and quotation marks in a body")
-    try:
-        body = json.loads(content.decode())  # of bytes, Python's reader would take halves of characters too
-        if b"\\ud" in content.lower():
-            json.dumps(body, ensure_ascii=False).encode()  # half a character can be written, and has no tokens
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"expected JSON: {error}") from error
+    body = parse_json(content)
     if not isinstance(body, dict):
         raise BadRequest("expected a JSON object")
     return body

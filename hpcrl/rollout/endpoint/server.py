@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cached_property
@@ -37,6 +37,9 @@ from hpcrl.rollout.endpoint.requests import (
 )
 from hpcrl.rollout.endpoint.session import MOST_HELD, Say, Session
 from hpcrl.runtime.http_server import (
+    ADMITTED,
+    JSON,
+    REFUSED,
     BadRequest,
     Receive,
     Refused,
@@ -58,7 +61,6 @@ _PARSERS: dict[str, Callable[[bytes], Request]] = {
     "/v1/completions": completion_request,
 }
 _MODELS, _SCORE = "/v1/models", "/v1/score"
-_JSON = {"content-type": "application/json"}
 _OVER = 4096  # keys of ended samples, whose programs get an error
 _SHUT_S = 5.0
 _MOST_HELD = 8 * MOST_HELD  # of all sessions together
@@ -117,16 +119,17 @@ class PolicyServer:
         stream = _EventStream(send)
         try:
             session = self._of(headers_of(scope).get("authorization", ""))
+            scope[ADMITTED] = True
             await session.admit()
             if (scope["method"], scope["path"]) == ("GET", _MODELS):
-                return await send_body(send, 200, json_body(models(self._model)), _JSON)
+                return await send_body(send, 200, json_body(models(self._model)), JSON)
             if scope["method"] == "GET" and scope["path"].startswith(f"{_MODELS}/"):
                 self._require(scope["path"].removeprefix(f"{_MODELS}/"))
-                return await send_body(send, 200, json_body(described(self._model)), _JSON)
+                return await send_body(send, 200, json_body(described(self._model)), JSON)
             if (scope["method"], scope["path"]) == ("POST", _SCORE):
                 with self._holding(session) as hold:
                     session.take_score(await read_body(receive, hold))
-                return await send_body(send, 200, json_body({}), _JSON)
+                return await send_body(send, 200, json_body({}), JSON)
             parser = _PARSERS.get(scope["path"])
             if parser is None or scope["method"] != "POST":
                 raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {', '.join([*_PARSERS, _SCORE])}")
@@ -137,7 +140,7 @@ class PolicyServer:
                 self._require(request.model)
                 await self._answer(session, request, receive, send, stream)
         except Refused as refusal:
-            await _refuse(send, stream, refusal)
+            await _refuse(send, stream, refusal, JSON if ADMITTED in scope else REFUSED)
         except (BadRequest, HpcrlError) as error:
             broken = isinstance(error, EngineError)
             code = "engine_failed" if broken else "invalid_request"
@@ -207,7 +210,7 @@ class PolicyServer:
             answering.cancel()
             gone.cancel()
         if not request.stream:
-            return await send_body(send, 200, json_body(reply(request, answers, name, self._decode)), _JSON)
+            return await send_body(send, 200, json_body(reply(request, answers, name, self._decode)), JSON)
         for piece in events.end(answers):
             await stream.send(piece)
         return await stream.end()
@@ -237,13 +240,13 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-async def _refuse(send: Send, stream: _EventStream, refusal: Refused) -> None:
+async def _refuse(send: Send, stream: _EventStream, refusal: Refused, headers: Mapping[str, str] = JSON) -> None:
     code, retry = (refusal.code, refusal.retry) if isinstance(refusal, Declined) else (None, None)
     error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": code}
     if stream.begun:  # its status was sent before the error
         await stream.send(event({"error": error}))
         return await stream.end()
-    headers = {**_JSON, **({"retry-after": str(retry)} if retry else {})}
+    headers = {**headers, **({"retry-after": str(retry)} if retry else {})}
     return await send_body(send, refusal.status, json_body({"error": error}), headers)
 
 

@@ -357,9 +357,9 @@ OURS = [
     ),
     Case(
         "replicas that only evaluate take no turns",
-        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.placement.colocate_all": True},
+        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 4, "trainer.placement.colocate_all": True},
         "slurm.eval_replicas", "colocate_all",
-        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2},
+        {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 4},
     ),
     Case(
         "replicas of the run's own or elastic ones",
@@ -431,6 +431,49 @@ OURS = [
         "a run that is told to leave has done something before",
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 5}, "slurm.signal_seconds", "at most half of slurm.time_minutes (150 s), found 200",
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 10},
+    ),
+    Case(
+        "each request leaves time to save",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 10, "slurm.requests": {"a": {"time_minutes": 5}}},
+        "slurm.signal_seconds", "at most half of slurm.requests.a.time_minutes (150 s), found 200",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 10, "slurm.requests": {"a": {"time_minutes": 20}}},
+    ),
+    Case(
+        "requests have as many GPUs on each node",
+        {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": "a100:4"}}},
+        "slurm.requests.a.gpus_per_node", "expected a type with 8 GPUs, as slurm.gpus_per_node, found 'a100:4'",
+        {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": "a100:8"}, "b": {}}},
+    ),
+    Case(
+        "a request with less time than an attempt may start with",
+        {"slurm.time_min_minutes": 20, "slurm.requests": {"a": {"time_minutes": 10}}},
+        "slurm.time_min_minutes", "expected at most slurm.requests.a.time_minutes (10), found 20",
+        {"slurm.time_min_minutes": 20, "slurm.requests": {"a": {"time_minutes": 20}}},
+    ),
+    Case(
+        "names of requests are parts of names of jobs",
+        {"slurm.requests": {"a b": {}}}, "slurm.requests.a b", "expected a name of at most 32 letters",
+        {"slurm.requests": {"a-b_1": {}}},
+    ),
+    Case(
+        "sbatch options of a request have one place",
+        {"slurm.requests": {"a": {"extra": {"mem": "4G"}}}}, "slurm.requests.a.extra.mem", "set slurm.mem_gb, which holds for all requests, instead",
+        {"slurm.requests": {"a": {"extra": {"reservation": "x"}}}},
+    ),
+    Case(
+        "which jobs wait for which is up to hpcrl where there are several requests",
+        {"slurm.extra": {"dependency": "singleton"}, "slurm.requests": {"a": {}}}, "slurm.extra.dependency", "hpcrl sets this option of sbatch itself",
+        {"slurm.extra": {"dependency": "singleton"}},
+    ),
+    Case(
+        "a shortened time limit leaves as much time",
+        {"slurm.signal_seconds": 200, "slurm.time_min_minutes": 5}, "slurm.signal_seconds", "at most half of slurm.time_min_minutes (150 s), found 200",
+        {"slurm.signal_seconds": 200, "slurm.time_min_minutes": 10},
+    ),
+    Case(
+        "the least time limit is not above the time limit",
+        {"slurm.time_minutes": 20, "slurm.time_min_minutes": 30}, "slurm.time_min_minutes", "expected at most slurm.time_minutes (20), found 30",
+        {"slurm.time_minutes": 20, "slurm.time_min_minutes": 20},
     ),
     Case(
         "sbatch options have one place",

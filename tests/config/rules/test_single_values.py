@@ -13,7 +13,7 @@ from hpcrl.config.fields import Setting, leaves, values
 from hpcrl.config.load import nested
 from hpcrl.config.root import make_config
 from hpcrl.config.rules.single_values import out_of_range
-from hpcrl.config.setting import Facts, Range, setting
+from hpcrl.config.setting import Range, setting
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
@@ -96,10 +96,13 @@ def test_every_number_has_a_range_or_means_something_everywhere() -> None:
     assert [one.path for one in leaves(Config) if one.facts.range and one not in NUMBERS] == []
 
 
-def test_sections_whose_names_are_the_users_declare_nothing_that_is_not_looked_at() -> None:
-    """Of alerts, rules/alerts.py says what each may have."""
-    entries = [one.entry for one in leaves(Config) if one.entry]
-    assert [held.facts for entry in entries for held in leaves(entry) if held.facts != Facts()] == []
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("time_minutes", 4), ("nodes", "4-2"), ("partition", "a\n#SBATCH --exclusive"), ("gpus_per_node", "8")],
+)
+def test_sections_whose_names_are_the_users_are_looked_at(name: str, value: Any) -> None:
+    problems = list(out_of_range(values(build(Config, nested({**BASE, f"slurm.requests.mine.{name}": value})))))
+    assert [problem.path for problem in problems] == [f"slurm.requests.mine.{name}"]
 
 
 @pytest.mark.parametrize("path", sorted(UNBOUNDED))
@@ -153,7 +156,7 @@ def test_other_values(path: str, right: list[Any], wrong: dict[str, Any]) -> Non
 SLURM_TEXTS = [
     one
     for one in leaves(Config)
-    if one.path.startswith("slurm.") and (one.is_free or not {str, list[str]}.isdisjoint(one.types))
+    if one.path.startswith("slurm.") and not one.entry and (one.is_free or not {str, list[str]}.isdisjoint(one.types))
 ]
 
 

@@ -11,11 +11,13 @@ import pytest
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import OverlongRewardConfig
 from hpcrl.config.sections.functions import COMPARING_REWARDS, IMAGE_REWARDS
+from hpcrl.envs.base import user_code
 from hpcrl.envs.rewards import weighted
 from hpcrl.envs.rewards.numbers import normal_form
 from hpcrl.envs.rewards.response import Response, truth_of, truth_text
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
 from hpcrl.errors import ConfigError, DataError, UserCodeError
+from hpcrl.types import LONGEST_FAILURE
 
 ENVIRONMENT = EnvironmentConfig()
 
@@ -348,3 +350,10 @@ def test_a_reward_that_is_no_number() -> None:
 def test_names_of_rewards_need_no_computer_algebra() -> None:
     assert weighted.__name__ in sys.modules
     assert "math_verify" not in sys.modules
+
+
+def test_an_exception_is_quoted_in_part() -> None:
+    """A reward may put a whole response into it, and logs, messages and reports repeat the error."""
+    with pytest.raises(UserCodeError) as caught, user_code("reward 'mine'"):
+        raise ValueError("x" * 10**6)
+    assert str(caught.value) == f"reward 'mine' raised ValueError: {'x' * LONGEST_FAILURE}"

@@ -70,7 +70,7 @@ def test_each_model_has_a_pool_whose_scorers_come_after_those_of_the_run() -> No
     assert needed_nodes(plan, 1) == [0], "the pools have copies of every model"
     indices = [node.index for pool in (replicas, *scorers) for node in pool.nodes]
     assert indices == list(range(len(plan), len(plan) + 6))
-    assert describe_pools(config)[1] == "elastic: scorer-3, scorer-4 (teacher), partition main"
+    assert describe_pools(elastic_pools(config), config)[1] == "elastic: scorer-3, scorer-4 (teacher), partition main"
 
 
 def test_an_element_has_the_devices_and_cores_of_its_ranks(tmp_path: Path) -> None:

@@ -28,13 +28,21 @@ PAST, FUTURE = "2020-01-01T10:00:00", (datetime.now() + timedelta(days=2)).isofo
 FAR = "2099-01-01T10:00:00"
 
 
-def submitted(run: Run, job: str = "7", executor: str = "slurm", at: float = 1.0, host: str | None = None) -> None:
+def submitted(
+    run: Run,
+    job: str = "7",
+    executor: str = "slurm",
+    at: float = 1.0,
+    host: str | None = None,
+    requests: dict[str, str] | None = None,
+) -> None:
     record = {
         "executor": executor,
         "job_id": job,
         "overrides": [],
         "submitted": at,
         "host": host or socket.gethostname(),
+        **({"requests": requests} if requests else {}),
     }
     write_json(run.submission, record)
 

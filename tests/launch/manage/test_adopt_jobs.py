@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.launch.requeue.requests import recorded_requests
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -35,6 +36,17 @@ def test_job_that_nobody_recorded_is_found_in_the_queue(
     assert (again.found, again.submission["job_id"]) == (False, "8_1"), "it was recorded"
     assert not other.submission.exists()
     assert state(other).submission["job_id"] == "8_0"
+
+
+def test_all_requests_of_a_run_that_nobody_recorded_are_found(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = script_of(tmp_path / "runs" / "project" / ".slurm" / "mine", [run])
+    squeue(monkeypatch, tmp_path, f"8_0|PENDING|N/A|Priority|{script}", f"9_0|RUNNING|{PAST}|None|{script}")
+    found = state(run)
+    assert (found.kind, found.found, found.submission["job_id"]) == ("starting", True, "9_0")
+    assert list(recorded_requests(run).values()) == ["8_0", "9_0"]
+    assert not state(run).found
 
 
 @pytest.mark.parametrize("content", ["", "{", "7", "[1, 2]", "[" * 100_000])

@@ -86,6 +86,14 @@ def test_held_run_is_cancelled_without_slurm_being_told(
         cancel(run, 0.0)
 
 
+def test_all_requests_of_a_run_are_cancelled(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run, "7_0", requests={"large": "7_0", "small": "8_0"})
+    squeue(monkeypatch, tmp_path, "7_0|PENDING|N/A|Priority|", "8_0|PENDING|N/A|Priority|")
+    told = scancel(tmp_path)
+    assert cancel(run, 0.0).kind == "cancelled"
+    assert told.read_text() == "7_0\n8_0\n"
+
+
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
 def test_preempted_run_is_cancelled_in_the_queue(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float

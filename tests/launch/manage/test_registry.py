@@ -18,6 +18,7 @@ from hpcrl.launch.manage import poll as poll_module
 from hpcrl.launch.manage import registry
 from hpcrl.launch.manage.poll import RunPoller
 from hpcrl.launch.manage.registry import all_runs, find_run, known_states, states_of
+from hpcrl.launch.manage.screen import RunView, details
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -40,6 +41,53 @@ def test_many_runs_cost_one_squeue(run: Run, tmp_path: Path, monkeypatch: pytest
     squeue(monkeypatch, tmp_path, *(f"7_{number}|PENDING|N/A|Priority|" for number in range(21)))
     assert [one.kind for one in states_of([run, *others])] == ["pending"] * 21
     assert (tmp_path / "asked").read_text() == "\n"
+
+
+LARGE, SMALL = "7_0|{}|{}|{}|", "8_0|{}|{}|{}|"
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "kind", "job"),
+    [
+        (("PENDING", "N/A", "Priority"), ("PENDING", "N/A", "Priority"), "pending", "7_0"),
+        (("PENDING", "N/A", "Dependency"), ("RUNNING", PAST, "None"), "starting", "8_0"),
+        (("RUNNING", PAST, "None"), ("PENDING", "N/A", "Dependency"), "starting", "7_0"),
+        (None, ("PENDING", "N/A", "Priority"), "pending", "8_0"),
+        (None, None, "lost", "7_0"),
+    ],
+)
+def test_a_run_is_the_request_that_runs(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    large: tuple[str, ...] | None,
+    small: tuple[str, ...] | None,
+    kind: str,
+    job: str,
+) -> None:
+    submitted(run, "7_0", requests={"large": "7_0", "small": "8_0"})
+    lines = [line.format(*facts) for line, facts in ((LARGE, large), (SMALL, small)) if facts]
+    squeue(monkeypatch, tmp_path, *lines)
+    found = state(run)
+    assert (found.kind, found.submission["job_id"], found.over) == (kind, job, not lines)
+    rows = dict(details(RunView(run, found)))
+    for name, number, facts in (("large", "7_0", large), ("small", "8_0", small)):
+        assert rows[f"request {name}"].startswith(f"{number}, {facts[0].lower() if facts else 'gone'}")
+
+
+def test_a_run_whose_request_was_preempted_waits_as_all_of_them(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run, "7_0", requests={"large": "7_0", "small": "8_0"})
+    open_attempt(run, "8_0.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    squeue(monkeypatch, tmp_path, "7_0|PENDING|N/A|Priority|", f"8_0|PENDING|{FUTURE}|BeginTime|")
+    assert (state(run).kind, state(run).submission["job_id"]) == ("preempted", "8_0")
+    squeue(monkeypatch, tmp_path, f"7_0|RUNNING|{FUTURE}|None|", f"8_0|PENDING|{FUTURE}|Dependency|")
+    assert (state(run).kind, state(run).submission["job_id"]) == ("starting", "7_0")
+    open_attempt(run, "7_0.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7_0|RUNNING|{PAST}|None|", f"8_0|PENDING|{FUTURE}|Dependency|")
+    assert (state(run).kind, state(run).attempt) == ("running", 2)
 
 
 def test_who_waits_for_a_run_asks_slurm_seldom(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

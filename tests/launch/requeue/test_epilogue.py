@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import RunError
 from hpcrl.launch.requeue.epilogue import concluded, ended_before
+from hpcrl.rundir.claims import RunClaim, claim, read_claim
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, read_attempts, read_outcome, report_outcome
@@ -20,7 +22,9 @@ from hpcrl.runtime.signals import ask_to_stop
 from tests.paths import QUICKSTART
 
 
-def start_finish(tmp_path: Path, resume_mode: str, kind: Kind) -> subprocess.Popen[str]:
+def start_finish(
+    tmp_path: Path, resume_mode: str, kind: Kind, also: Callable[[Path], None] = lambda _: None
+) -> subprocess.Popen[str]:
     run = Run(tmp_path / "run")
     write_text(run.config, Config.from_toml([QUICKSTART], [f"trainer.resume_mode={resume_mode}"]).to_toml())
     open_attempt(run, "7_0.0", ["n1"])
@@ -30,6 +34,7 @@ def start_finish(tmp_path: Path, resume_mode: str, kind: Kind) -> subprocess.Pop
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\neval "$BEFORE_SCONTROL"\necho "$@" >> {tmp_path}/called\n')
     program.chmod(0o755)
+    also(tmp_path)
     environment = {
         "PATH": f"{program.parent}:{os.environ['PATH']}",
         "SLURM_ARRAY_JOB_ID": "7",
@@ -105,6 +110,40 @@ def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: 
         time.sleep(0.5)
         assert process.poll() is None
         process.kill()
+
+
+def _called(tmp_path: Path) -> str:
+    return (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
+
+
+def two_requests(tmp_path: Path) -> None:
+    """Let the run of `start_finish` have a second request, of job 8_0, and note how scancel is called."""
+    run = Run(tmp_path / "run")
+    write_json(run.submission, {"job_id": "7_0", "requests": {"large": "7_0", "small": "8_0"}})
+    claim(run, "7_0.0", RunClaim(0, None))
+    program = tmp_path / "bin" / "scancel"
+    program.write_text(f'#!/bin/sh\necho "scancel $@" >> {tmp_path}/called\n')
+    program.chmod(0o755)
+
+
+def test_other_requests_may_start_once_a_run_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is given back before: the other job may start at once."""
+    monkeypatch.setenv("BEFORE_SCONTROL", f"[ $1 = requeue ] && cp -r {tmp_path}/run/claims {tmp_path}/then")
+    with start_finish(tmp_path, "latest", "interrupted", also=two_requests) as process:
+        deadline = time.monotonic() + 20
+        while "now+2" not in (said := _called(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        called = "requeue 7_0\nupdate JobId=8_0 Dependency=\nupdate JobId=7_0 StartTime=now+2\n"
+        assert said == called
+        assert len(list((tmp_path / "then").iterdir())) == 2
+        assert read_claim(Run(tmp_path / "run")) == RunClaim(2, None)
+        process.kill()
+
+
+def test_other_requests_are_cancelled_when_a_run_is_over(tmp_path: Path) -> None:
+    with start_finish(tmp_path, "latest", "done", also=two_requests) as process:
+        assert process.wait(60) == 0
+    assert (tmp_path / "called").read_text() == "scancel 8_0\n"
 
 
 def test_requeue_is_asked_for_until_slurmctld_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,15 @@ def test_a_person_who_resumes_gives_a_new_budget() -> None:
     assert decide(attempts, outcomes, 3, True).requeue
 
 
+def test_crashes_of_all_requests_use_one_budget_up() -> None:
+    outcomes = [ended(number, "failed") for number in (1, 2, 3)]
+    attempts = [Attempt(number, f"{7 + number % 2}_0.{number}", [], 0.0) for number in (1, 2, 3)]
+    assert not decide(attempts, outcomes, 3, True, ["7_0", "8_0"]).requeue
+    assert decide(attempts, outcomes, 3, True, ["9_0", "10_0"]).requeue, (
+        "they are of a submission that has begun nothing"
+    )
+
+
 def test_what_only_a_person_can_mend_is_not_tried_again() -> None:
     found = judged(ended(1, "failed", message="controller: hpcrl.errors.DataError: no file x"))
     assert not found.requeue

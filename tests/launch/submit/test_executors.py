@@ -12,7 +12,7 @@ import pytest
 from submitit.core.utils import FailedJobError
 
 from hpcrl.config import Config
-from hpcrl.errors import SubmitError
+from hpcrl.errors import DataError, SubmitError
 from hpcrl.launch.submit import executors
 from hpcrl.launch.submit.executors import (
     ArrayExecutor,
@@ -151,6 +151,44 @@ def test_cores_and_memory_of_a_run_on_gpus_are_those_of_its_nodes(
     }
     assert found == asked
     assert (" --cpu-bind=none " in text) == ("exclusive" in asked), "a site may bind the one task of a node to one core"
+
+
+def test_each_request_is_a_batch_script_and_the_other_jobs_wait_for_all_of_them(tmp_path: Path) -> None:
+    settings = [
+        "slurm.partition=main", "slurm.qos=normal", "slurm.time_minutes=60", "slurm.gpus_per_node=h100:8", 'slurm.extra={nice="1"}',
+        "slurm.requests.large={}",
+        'slurm.requests.spot={partition="spot", qos="low", time_minutes=30, gpus_per_node="a100:8", extra={reservation="x"}}',
+        "slurm.elastic.replicas=2", "slurm.upload.by=job", "trainer.upload.s3=all", "trainer.upload.s3_bucket=bucket", "generator.inference_engine.backend=vllm",
+    ]  # fmt: skip
+    config = Config.from_toml([QUICKSTART], settings)
+    scripts = batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))
+    options = {
+        title: dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE)) for title, text in scripts.items()
+    }
+    names = ("job-name", "partition", "qos", "time", "gpus-per-node", "nice", "reservation")
+    large, spot, pool, upload = options.values()
+    assert [*options] == [
+        "batch script of request large", "batch script of request spot", "batch script of the elastic pool", "batch script of the upload",
+    ]  # fmt: skip
+    assert [large.get(name) for name in names] == ["hpcrl-mine-large", "main", "normal", "60", "h100:8", "1", None]
+    assert [spot.get(name) for name in names] == ["hpcrl-mine-spot", "spot", "low", "30", "a100:8", "1", "x"]
+    assert pool["dependency"].strip("'") == "after:JOB-large_0?after:JOB-spot_0"
+    assert upload["dependency"] == "afterany:JOB-large_0:JOB-spot_0"
+    assert ["requeue.prologue " in text for text in scripts.values()] == [True, True, False, False]
+
+
+def test_requests_ask_for_the_nodes_of_different_layouts(tmp_path: Path) -> None:
+    def nodes(*requests: str) -> list[str]:
+        config = Config.from_toml([QUICKSTART], ["trainer.placement.policy_num_nodes=1-4", *requests])
+        scripts = batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])])).values()
+        return [found for text in scripts for found in re.findall(r"^#SBATCH --nodes=(.*)$", text, re.MULTILINE)]
+
+    requests = ["slurm.requests.any={}", 'slurm.requests.large={nodes="4-9"}', "slurm.requests.small={nodes=2}"]
+    assert nodes(*requests) == ["2-5", "5", "2"]
+    with pytest.raises(
+        DataError, match=r"slurm\.requests\.a\.nodes: expected nodes for which the run has a layout \(2, 3, 5\)"
+    ):
+        nodes("slurm.requests.a={nodes=4}")
 
 
 def test_a_pool_of_typed_gpus_asks_for_as_many_as_a_replica_needs(tmp_path: Path) -> None:

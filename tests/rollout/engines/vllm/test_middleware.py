@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def test_the_token_opens(server: Server) -> None:
         assert http.get("/health").status_code == 200
     with client(server, {"authorization": f"Bearer {TOKEN}"}) as http:  # the run's name counts where it is given
         assert http.get("/weight_info").status_code == 200
+
+
+def test_a_head_without_end_is_not_read(server: Server) -> None:
+    """Its connections are hpcrl's own, bounded as tests/runtime/test_connections.py has it."""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(30)
+        stranger.connect(str(server.socket))
+        stranger.sendall(b"POST /health HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            stranger.sendall(b"a: b\r\n" * 5_000_000)
 
 
 def test_websockets_are_refused(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:

@@ -1,0 +1,120 @@
+"""Decides at the beginning of the batch script whether this job is the run, where several requests wait for it (slurm.requests).
+
+    python -m hpcrl.launch.requeue.prologue ELEMENT_LIST
+
+It claims the run and makes the other jobs wait for this one by a dependency. Slurm drops that when this job ends, and
+hpcrl/launch/requeue/epilogue.py when it is requeued. A job that starts while another one has the run goes back into the queue.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import tomli
+
+from hpcrl.errors import SubmitError
+from hpcrl.launch.requeue.elastic import current_attempt
+from hpcrl.launch.requeue.epilogue import ended_before, listed_run, patiently
+from hpcrl.launch.requeue.policy import requeue_decision
+from hpcrl.launch.requeue.requests import other_jobs, recorded_requests
+from hpcrl.launch.requeue.requeue import (
+    job_name,
+    outlive_the_job,
+    requeue_this_job,
+    set_dependency,
+    start_name,
+)
+from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, find_job, queue
+from hpcrl.rundir.claims import claim, read_claim
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import find_attempt, outcome_of
+from hpcrl.runtime.signals import stop_asked
+
+NOTHING_TO_DO = 3
+"""Exit status where the run is over."""
+_RECORDED_S = 30.0
+_LEAVING_S = 120.0
+_LOOK_S = 1.0
+
+
+def take(run: Run, start: str) -> str | None:
+    """Claim the run for this start of a job; return the job that has the run instead, or None.
+
+    The claim of a job that has no processes any more counts no longer. An attempt that saves and stops is waited for.
+    """
+    own, deadline = start.rpartition(".")[0], time.monotonic() + _LEAVING_S
+    while True:
+        newest = read_claim(run)
+        owner = (newest.start or "").rpartition(".")[0]
+        state = _state(owner) if newest.start and owner != own else GONE
+        if state.known and (state.waiting or not state.active):
+            if newest.start == start or claim(run, start, newest):
+                return None
+        elif time.monotonic() > deadline or not (state.name == "COMPLETING" or _leaves(run, newest.start)):
+            return owner
+        else:
+            time.sleep(_LOOK_S)
+
+
+def _state(job: str) -> JobState:
+    try:
+        return find_job(job, queue(PATIENCE_S))
+    except SubmitError as error:
+        print(f"whether job {job} runs is not known: {error}", flush=True)
+        return JobState("UNKNOWN")
+
+
+def _leaves(run: Run, start: str | None) -> bool:
+    """Return whether the attempt of a start was asked to stop, or has ended."""
+    attempt = find_attempt(run, start) if start else None
+    return attempt is not None and (
+        stop_asked(run, attempt.number) is not None or outcome_of(run, attempt.number) is not None
+    )
+
+
+def over(run: Run, start: str) -> str | None:
+    """Return why a run that this start has claimed needs no further attempt, or None."""
+    if before := ended_before(run, start):
+        return f"{before.kind}: {before.message}"
+    attempt = current_attempt(run)
+    if attempt is None:
+        return None
+    if outcome_of(run, attempt.number) is None:
+        return None if _resumes(run) else "its attempt is lost, and trainer.resume_mode is none"
+    decision = requeue_decision(run)
+    return None if decision.requeue else decision.why
+
+
+def _resumes(run: Run) -> bool:
+    return tomli.loads(run.config.read_text())["trainer"]["resume_mode"] != "none"
+
+
+def _await_record(run: Run, job: str) -> None:
+    """Wait until `hpcrl submit` has recorded the jobs of this submission, which it does once it has submitted all of them."""
+    deadline = time.monotonic() + _RECORDED_S
+    while job not in recorded_requests(run).values() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def main(element_list: Path) -> int:
+    run, job, start = listed_run(element_list), job_name(), start_name()
+    patiently(lambda: _await_record(run, job))
+    owner = patiently(lambda: take(run, start))
+    if owner is not None:
+        print(f"job {owner} has {run.name}; this one goes back into the queue", flush=True)
+        if not patiently(lambda: _resumes(run)):  # there is no second attempt to wait for
+            return NOTHING_TO_DO
+        outlive_the_job()
+        requeue_this_job(start=None, exclude=(), after=owner)
+        return 1
+    if why := patiently(lambda: over(run, start)):
+        print(f"nothing to do: {why}", flush=True)
+        return NOTHING_TO_DO
+    set_dependency(patiently(lambda: other_jobs(run, job)), after=job)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,55 @@
+"""Several requests for one run: the first that starts is the run, another one goes on with it, and each group is trained once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpcrl.rundir.ledger import read_attempts
+from tests.faults.history import assert_ended, assert_nothing_lost, assert_reported_once
+from tests.faults.scenario import Scenario
+
+REQUESTS = {"slurm.requests.usual": {"partition": "main"}, "slurm.requests.spot": {"partition": "nograce"}}
+
+
+@pytest.mark.nodes(4)
+@pytest.mark.faults_slow
+def test_the_other_request_goes_on_with_the_run(scenario: Scenario) -> None:
+    """Both start together, and one yields. The one that has the run is requeued, then all nodes are taken away, and the run comes to its end."""
+    run = scenario.submit(REQUESTS, pinned=False)
+    scenario.reach(run, 2)
+    jobs = set(json.loads(run.submission.read_text())["requests"].values())
+    (first,) = read_attempts(run)
+    (other,) = jobs - {first.job_id}
+    shown = scenario.told("status", run.name)
+    assert f"job         {first.job_id} (slurm, running)" in shown, shown
+    assert f"{other}, pending: Dependency" in shown, shown
+    assert scenario.hpcrl("requeue", run.name).returncode == 0
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "another attempt", run=run)
+    assert {attempt.job_id for attempt in read_attempts(run)} == jobs
+    scenario.reach(run, 5)
+    scenario.preempt()
+    scenario.wait(lambda: len(read_attempts(run)) == 3, "a third attempt", run=run)
+    assert_ended(scenario, run)
+    assert_nothing_lost(scenario, run)
+    assert_reported_once(run)
+    states = scenario.slurm("squeue", "-h", "-o", "%T", "-j", ",".join(job.partition("_")[0] for job in jobs))
+    assert not states.strip(), "the other job was cancelled"
+
+
+@pytest.mark.nodes(4)
+@pytest.mark.faults_slow
+def test_all_requests_are_cancelled_with_the_run(scenario: Scenario) -> None:
+    run = scenario.submit(REQUESTS, pinned=False)
+    scenario.reach(run, 2)
+    assert "run: cancelled" in scenario.told("cancel", run.name)
+    jobs = json.loads(run.submission.read_text())["requests"].values()
+    numbers = ",".join(job.partition("_")[0] for job in jobs)
+    scenario.wait(lambda: not scenario.slurm("squeue", "-h", "-j", numbers).strip(), "the queue is empty", 60, run)
+    assert scenario.hpcrl("resume", run.name).returncode == 0
+    again = json.loads(run.submission.read_text())["requests"].values()
+    assert len(again) == 2
+    assert not {*again} & {*jobs}
+    assert_ended(scenario, run)
+    assert_nothing_lost(scenario, run)

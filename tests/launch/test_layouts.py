@@ -1,0 +1,144 @@
+"""Layouts of runs with ranges: what is asked of Slurm, and what an attempt takes of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.errors import RunError
+from hpcrl.launch.agent.idle import await_end
+from hpcrl.launch.agent.start import NodeContext, await_attempt
+from hpcrl.launch.layouts import AttemptLayout, all_layouts, describe_layouts, layout_for, usable_layouts
+from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from hpcrl.launch.submit.models import rank_problems
+from hpcrl.planning.layouts import memory_problems_apart
+from hpcrl.rundir.attempt_config import attempt_config
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
+from tests.paths import QUICKSTART
+
+NODES, ENGINES = "trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"
+MEGATRON = QUICKSTART.with_name("quickstart_megatron.toml")
+
+
+def load(*settings: str, file: Path = QUICKSTART) -> Config:
+    return Config.from_toml([file], settings)
+
+
+def used(config: Config) -> list[tuple[int, ...]]:
+    """Return nodes and sizes of the layouts that attempts take."""
+    return [(each.nodes, *each.sizes.values()) for each in usable_layouts(all_layouts(config, rank_problems))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layouts"),
+    [
+        ([], [(2,)]),
+        ([f"{NODES}=1-4"], [(2, 1), (3, 2), (5, 4)]),
+        ([f"{ENGINES}=1-3"], [(2, 1), (3, 2), (4, 3)]),
+        ([f"{NODES}=1-4", f"{ENGINES}=1-4"], [(2, 1, 1), (3, 2, 1), (4, 2, 2), (5, 2, 3), (6, 4, 2), (7, 4, 3), (8, 4, 4)]),
+        ([f"{NODES}=1-2", f"{ENGINES}=2-8", "trainer.placement.colocate_all=true",
+          "trainer.placement.policy_num_gpus_per_node=4"], [(1, 1, 4), (2, 2, 8)]),
+        ([f"{NODES}=2-4", "trainer.policy.sequence_parallel_size=2"], [(3, 2), (5, 4)]),
+    ],
+)  # fmt: skip
+def test_each_number_of_nodes_has_the_layout_that_shares_them_most_evenly(
+    settings: list[str], layouts: list[tuple[int, ...]]
+) -> None:
+    assert used(load(*settings)) == layouts
+
+
+def test_parallel_sizes_of_megatron_leave_sizes_out() -> None:
+    tensor = [f"trainer.{role}.megatron_config.tensor_model_parallel_size=2" for role in ("policy", "ref")]
+    layouts = all_layouts(load(f"{NODES}=1-4", "trainer.placement.policy_num_gpus_per_node=1", *tensor, file=MEGATRON))
+    assert [layout.sizes[NODES] for layout in usable_layouts(layouts)] == [2, 4]
+    assert "share each sample, which does not divide the 3 ranks" in layouts[2].problem
+
+
+def test_the_table_names_what_is_left_out_and_why() -> None:
+    title, names, *rows = describe_layouts(all_layouts(load(f"{NODES}=2-4")))
+    assert "sbatch --nodes=3-5" in title
+    assert names.split() == ["nodes", "policy_num_nodes"]
+    assert [row.split()[:2] for row in rows] == [["3", "2"], ["4", "3"], ["5", "4"]]
+    assert ["cannot be shared equally by 3 trainer ranks" in row for row in rows] == [False, True, False]
+    assert describe_layouts(all_layouts(load())) == []
+    both = describe_layouts(all_layouts(load(f"{NODES}=2-4", f"{ENGINES}=1-2")))
+    assert [row.split() for row in both[2:]] == [["3", "2", "1"], ["4", "2", "2"], ["5", "4", "1"], ["6", "4", "2"]]
+
+
+def test_sizes_whose_ranks_have_too_little_memory_are_left_out() -> None:
+    """Of a model as small as this one, what FSDP gathers is more than what sharding saves."""
+    config = load(f"{NODES}=1-4", "slurm.gpus_per_node=1", "slurm.gpu_memory_gb=0.0286")
+    found = {layout.sizes[NODES]: layout.problem for layout in all_layouts(config, memory_problems_apart)}
+    assert [nodes for nodes, problem in found.items() if not problem] == [1], found
+    assert found[4] == "a rank needs 29.6 MiB of 29.3 MiB (slurm.gpu_memory_gb)"
+
+
+def test_an_attempt_takes_the_largest_layout_that_has_room() -> None:
+    layouts = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLayout(5, {NODES: 4})]
+    assert [layout_for(layouts, nodes).nodes for nodes in (1, 2, 3, 4, 5, 6)] == [2, 2, 3, 3, 5, 5]
+
+
+def test_sbatch_is_asked_for_the_range(tmp_path: Path) -> None:
+    def script(*settings: str) -> list[str]:
+        submission = Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", load(*settings), [])])
+        return batch_scripts(submission)["batch script"].splitlines()
+
+    lines = script(f"{NODES}=1-4", "slurm.time_minutes=90", "slurm.time_min_minutes=20")
+    assert {"#SBATCH --nodes=2-5", "#SBATCH --time=90", "#SBATCH --time-min=20"} <= set(lines)
+    assert not any(line.startswith("#SBATCH --ntasks") for line in lines), "it would limit the nodes to the least"
+    assert any(line.startswith("srun") and " --ntasks-per-node=1 " in line for line in lines)
+    fixed = script()
+    assert "#SBATCH --ntasks-per-node=1" in fixed
+    assert "#SBATCH --nodes=2" in fixed
+    assert not any("time-min" in line for line in fixed)
+
+
+def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Path) -> None:
+    run, config = Run(tmp_path / "run"), load(f"{NODES}=1-4")
+    run.path.mkdir()
+    run.config.write_text(config.to_toml())
+    assert attempt_config(run) == config.at({NODES: 4})
+    hosts = ["n1", "n2", "n3", "n4"]
+    attempt = await_attempt(run, NodeContext(0, hosts, "7_0.0", 0, False), usable_layouts(all_layouts(config)))
+    assert (attempt.hosts, attempt.idle, attempt.sizes) == (hosts[:3], ["n4"], {NODES: 2})
+    assert attempt.layout == "3 node(s): policy_num_nodes 2; idle: n4"
+    assert await_attempt(run, NodeContext(3, hosts, "7_0.0", 0, False)) == attempt
+    open_attempt(run, "7_0.1", ["n1", "n2"], {NODES: 1})
+    assert [attempt_config(run, number) for number in (1, 2)] == [config.at({NODES: 2}), config.at({NODES: 1})]
+    assert attempt_config(run).trainer.placement.policy_ranks == 1
+
+
+def test_an_attempt_of_a_run_without_ranges_has_all_nodes(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    attempt = await_attempt(run, NodeContext(0, ["n1", "n2"], "7_0.0", 0, False), [AttemptLayout(2)])
+    assert (attempt.hosts, attempt.idle, attempt.sizes, attempt.layout) == (["n1", "n2"], [], {}, "")
+
+
+def test_a_node_that_is_left_over_waits_for_the_end_of_the_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, hosts = Run(tmp_path / "run"), ["n1", "n2"]
+    run.path.mkdir()
+    attempt = open_attempt(run, "7_0.0", hosts[:1], {NODES: 1}, hosts[1:])
+    end = threading.Timer(0.5, lambda: report_outcome(run, 1, "done", "finished", "agent-0"))
+    end.start()
+    assert not await_end(run, NodeContext(1, hosts, "7_0.0", 0, False), attempt)
+    assert not end.is_alive()
+    assert "the layout of attempt 1 has 1 of 2 nodes" in capsys.readouterr().out
+
+
+def test_sizes_that_are_no_numbers_are_a_damaged_line(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    line = {"number": 1, "job": "7_0.0", "hosts": ["n1"], "started": 0.0}
+    run.attempts.write_text(json.dumps(line) + "\n")
+    assert read_attempts(run)[0].sizes == {}, "as a run of an earlier version has it"
+    run.attempts.write_text(json.dumps({**line, "sizes": {NODES: "2"}}) + "\n")
+    with pytest.raises(RunError, match="'sizes' is"):
+        read_attempts(run)
