@@ -324,7 +324,7 @@ def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: 
         StatusWriter(run, "rollout-0", 1).write(f"{GIVEN_UP}: the inference engine died")
     controller.leave("rollout-0")
     answer = controller.call("next", step=1)
-    assert answer == {"stop": "failed", "path": None}
+    assert answer == {"stop": "failed", "path": None, "lend": False}
     trainer.write("stopped")
     served.thread.join(10)
     expected = (
