@@ -364,6 +364,11 @@ TUNINGS: Sequence[Tuning] = (
         _fewer_gpus,
     ),
     Tuning(
+        "with `colocate_all`, [`trainer.fully_async.max_staleness_steps = 1`](placement.md#the-same-gpus-in-turns)",
+        "the longest samples of a step hold up its turn",
+        "turns that end with the batch; unfinished samples go on in the next",
+    ),
+    Tuning(
         "`trainer.placement.colocate_all = false`, with `max_staleness_steps = 1`",
         "trainer and engines wait for changes of turns",
         "no turns, on as many GPUs again",
