@@ -229,7 +229,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     resident = sum(need.resident for need in found.needs.values())
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
     memory = memory_of_rank(config, trainer.placement.critic_nodes[1] if apart else None)
-    if (trainer.placement.colocate_all or (config.lent_replicas and not apart)) and config.slurm.gpus > 0:
+    if config.shared_gpus and not apart:
         yield from _colocation(config, found, memory, unit)
     else:
         yield _of_device(found.total, memory, unit)

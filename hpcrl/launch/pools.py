@@ -56,7 +56,7 @@ def elastic_pools(config: Config) -> list[Pool]:
     if elastic.replicas:
         replicas, gpus = range(engine.engines, engine.engines + elastic.replicas), engine.gpus
         nodes = [Node(first + at, "rollout", 0, (replica,), gpus * on_gpu, 0) for at, replica in enumerate(replicas)]
-        instead, share = "generator.inference_engine.engines", config.replicas_per_node
+        instead, share = "generator.inference_engine.num_engines", config.replicas_per_node
         found.append(Pool(ROLLOUT, "", "slurm.elastic", instead, elastic, tuple(nodes), share))
         first += len(nodes)
     sets = scorer_sets(config)

@@ -143,7 +143,8 @@ def _more_engines(measured: Measured) -> Proposal | None:
 def _lend(measured: Measured) -> Proposal | None:
     """Engines that wake get groups only where the others have no room for all that may be under way."""
     config, share, room = measured.config, measured.waiting.share(TRAINER, SAMPLES), measured.groups_at_once
-    own, lent = config.max_replicas, config.replicas_per_trainer_node * config.trainer.placement.policy_nodes
+    own = config.max_replicas - config.slurm.eval_replicas
+    lent = config.replicas_per_trainer_node * config.trainer.placement.policy_nodes
     wanted = config.trainer.train_batch_size * (config.trainer.fully_async.max_staleness_steps + 1)
     if share < LEAST_SHARE or measured.on_one_machine or lent == 0 or room is None or room * own >= wanted:
         return None

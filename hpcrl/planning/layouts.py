@@ -59,7 +59,7 @@ def _missing(config: Config, models: Mapping[str, Shapes]) -> Iterator[str]:
     found, critic = estimate(config, models), estimate_critic(config, models)
     device, source = memory_of_rank(config)
     needs: list[tuple[str, float, float | None, str]] = [("a rank", found.total, device, source)]
-    if device is not None and config.trainer.placement.colocate_all and config.slurm.gpus > 0:
+    if device is not None and config.shared_gpus:
         turns = leased_memory(config, found, device)
         needs = [("a GPU in turns", turn.trainer + turn.engine, device, source) for turn in turns]
     if critic is not None:

@@ -102,7 +102,7 @@ class RunPlan:
             {"ranks": list(each.ranks), **_memory(each.needs, memory_of_rank(self.config, on_node))}
             for each, on_node in zip(self.trainers, (None, placement.critic_nodes[1]), strict=False)
         ]
-        if placement.colocate_all and memory and (device := memory[0]["device"]) is not None:
+        if self.config.shared_gpus and memory and (device := memory[0]["device"]) is not None:
             memory[0]["turns"] = [asdict(turn) for turn in leased_memory(self.config, self.trainers[0], device)]
         if self.family:
             device, source = memory_of_rank(self.config)

@@ -322,7 +322,7 @@ class Worker:
                 task.cancel()
         # one of two answers that come together may be old; only a claim's is about the version that the engine holds
         if answer["stop"] or (version or 0) > self._wanted:
-            self._stop, self._wanted = answer["stop"], max(self._wanted, version or 0)
+            self._stop, self._wanted = answer["stop"] or self._stop, max(self._wanted, version or 0)
             self._news.set()
 
     def _begin(self, work: list[Work]) -> None:

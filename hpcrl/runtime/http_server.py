@@ -33,6 +33,7 @@ MOST_CONNECTIONS = 4096
 ADMITTED = "hpcrl.admitted"
 """Key of the scope of a request that a proof has admitted."""
 _LONGEST_HEAD = 64 << 10  # bytes of a request before its body
+_LEAST_BODY = 64 << 10  # bytes of a body that keep its connection for another IDLE_S
 _ACCEPTED, _WAITING = (
     32,
     1024,
@@ -235,7 +236,7 @@ def bind(address: str, port: int = 0) -> socket.socket:
 class BoundedConnection(AutoHTTPProtocol):
     """A connection of a server, each of which has at most MOST_CONNECTIONS.
 
-    It ends where nothing is asked on it for a while, a request does not come to its end, or nobody reads the answer. Where there are too many,
+    It ends where nothing is asked on it for a while, the body of a request hardly comes, or nobody reads the answer. Where there are too many,
     the oldest ends on which no request was admitted.
     """
 
@@ -248,8 +249,9 @@ class BoundedConnection(AutoHTTPProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.ws_protocol_class = None  # a websocket would go on in another class, which bounds nothing
         self._seen: Any = self  # no request yet is another state than none a while ago
-        self._unread, self._head = 0, 0
+        self._unread = self._head = self._body = 0
         self._unproven = _unproven.setdefault(self.server_state, {})
         self._unproven[self] = None
         self._look()
@@ -264,6 +266,7 @@ class BoundedConnection(AutoHTTPProtocol):
     def data_received(self, data: bytes) -> None:
         before, in_body = self.cycle, self.cycle is not None and self.cycle.more_body
         super().data_received(data)
+        self._body += len(data) if in_body else 0
         self._head = 0 if in_body or self.cycle is not before else self._head + len(data)
         if self._head > _LONGEST_HEAD:
             self.transport.abort()
@@ -280,10 +283,10 @@ class BoundedConnection(AutoHTTPProtocol):
         asked = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
         unread = self.transport.get_write_buffer_size()
         # one that is used all the time is between two requests most of the time
-        idle = not asked and not unread and self.cycle is self._seen
+        idle = not asked and not unread and self.cycle is self._seen and self._body < _LEAST_BODY
         if idle or (unread and unread == self._unread):
             self.transport.abort()
-        self._seen, self._unread = self.cycle, unread
+        self._seen, self._unread, self._body = self.cycle, unread, 0
         self._timer = self.loop.call_later(IDLE_S, self._look)
 
 

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import pytest
+import uvicorn
 
 from hpcrl.runtime import http_server
 from hpcrl.runtime.http_server import Bearer, Guard, Route, bind, serve
@@ -118,3 +120,45 @@ def test_an_answer_that_nobody_reads_is_given_up(address: Address) -> None:
             while part := waits.recv(1 << 20):
                 found += len(part)
         assert 0 < found < LARGE
+
+
+@pytest.mark.parametrize(("bytes_each", "stays"), [(100_000, True), (1_000, False)])
+def test_a_slow_body_is_read_as_long_as_it_comes(address: Address, bytes_each: int, stays: bool) -> None:
+    head = (
+        f"GET /small HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: {10 * bytes_each}\r\n\r\n"
+    )
+    with connected(address) as connection:
+        connection.sendall(head.encode())
+        with suppress(ConnectionError):
+            for _ in range(10):
+                time.sleep(0.4)
+                connection.sendall(b"x" * bytes_each)
+        assert has_ended(connection) != stays
+
+
+def test_a_websocket_is_no_way_around_the_bounds() -> None:
+    """vLLM's server would speak it; a handshake that is refused leaves nothing behind."""
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+
+    async def play() -> int:
+        listener = bind("127.0.0.1")
+        server = uvicorn.Server(
+            uvicorn.Config(refuse, http=http_server.BoundedConnection, lifespan="off", log_config=None)
+        )
+        serving = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        writer.write(
+            b"GET / HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+        )
+        await reader.read(1)
+        writer.close()
+        await asyncio.sleep(0.1)
+        server.should_exit = True
+        await serving
+        return len(http_server._unproven.get(server.server_state, ()))
+
+    assert asyncio.run(play()) == 0

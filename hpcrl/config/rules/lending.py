@@ -25,6 +25,10 @@ def lent_gpus(config: ConfigTree) -> Iterator[Problem]:
             trainer.has_own_critic,
             "a critic on nodes of its own would lend them too (trainer.placement.critic_num_nodes)",
         ),
+        (
+            trainer.fully_async.sync_weight_interval > 1,
+            "engines wake with new weights, which each step must publish (trainer.fully_async.sync_weight_interval=1)",
+        ),
     )
     for holds, reason in refused:
         if holds:

@@ -141,6 +141,11 @@ class ConfigTree:
         lent = placement.policy_nodes * self.replicas_per_trainer_node if placement.lend else 0
         return range(first, first + lent)
 
+    @property
+    def shared_gpus(self) -> bool:
+        """Whether trainer and engines use GPUs in turns, all the time or while the trainer waits."""
+        return self.slurm.gpus > 0 and (self.trainer.placement.colocate_all or len(self.lent_replicas) > 0)
+
     def shares_gpus(self, replica: int) -> bool:
         """Return whether a replica has GPUs of the trainer."""
         return self.trainer.placement.colocate_all or replica in self.lent_replicas

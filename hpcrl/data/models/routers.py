@@ -21,7 +21,7 @@ def routers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """
     recorders = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = recorders.get("router_logits")
-    if not isinstance(recorder, OutputRecorder) or issubclass(recorder.target_class, nn.Linear):
+    if not isinstance(recorder, OutputRecorder) or recorder.target_class is nn.Linear:
         return {}  # a linear layer gives logits alone: the layer around it chooses, as Jamba's does
     return {name: module for name, module in model.named_modules() if isinstance(module, recorder.target_class)}
 

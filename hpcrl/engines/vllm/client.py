@@ -140,15 +140,15 @@ class EngineClient(Engine):
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
         request |= self._adapter(version)
         salt = _name(version) if self._keep_cache else ""
-        if images:
-            self._shows = True
-            request["features"] = await in_thread(features, prompt_ids, images, salt)
         if salt:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = salt
         running = self._running[_NAMED + request_id] = Running(
             name, told > 0 and masked, 0 if masked else told, version, len(prompt_ids)
         )
         try:
+            if images:
+                self._shows = True
+                request["features"] = await in_thread(features, prompt_ids, images, salt)
             choices = await (self._listen(request, running, heard) if heard else self._choices(request))
         finally:
             del self._running[_NAMED + request_id]
@@ -210,9 +210,7 @@ class EngineClient(Engine):
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         if weights.adapter:
-            metrics = await self._load_adapter(weights)
-            self.version = weights.version
-            return metrics
+            return await self._load_adapter(weights, newest=True)
         version = weights.version
         started = time.monotonic()
         woke = await self._wake("weights")
@@ -273,7 +271,7 @@ class EngineClient(Engine):
         await self._until_awake()
         await self._load_adapter(weights)
 
-    async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
+    async def _load_adapter(self, weights: PublishedWeights, *, newest: bool = False) -> dict[str, float]:
         """Load a version beside the present ones: running requests keep the adapter that they began with."""
         async with self._loads:  # vLLM's number of an adapter is the highest
             started, version = time.monotonic(), weights.version
@@ -284,7 +282,9 @@ class EngineClient(Engine):
                 self._adapters[version] = max((await self._on_each_rank("list_loras"))[0][0])
             loaded, number = time.monotonic() - started - woke, self._adapters[version]
             check_ranks(await self._proofs(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
-            await self._drop_adapters({version, max(version, self.version), *self.evaluated()})
+            if newest:  # before others go: requests that begin meanwhile ask for it
+                self.version = version
+            await self._drop_adapters({version, self.version, *self.evaluated()})
             self._updates += 1
         return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded, **self._woken(woke)}
 

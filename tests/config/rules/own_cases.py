@@ -356,6 +356,17 @@ OURS = [
         {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.eval_interval": 5},
     ),
     Case(
+        "lent engines wake with new weights",
+        {"trainer.placement.lend": True, "trainer.fully_async.max_staleness_steps": 1, "trainer.fully_async.sync_weight_interval": 2},
+        "trainer.placement.lend", "sync_weight_interval=1",
+        {"trainer.placement.lend": True, "trainer.fully_async.max_staleness_steps": 1},
+    ),
+    Case(
+        "a trainer lends GPUs that a replica fits on",
+        {"trainer.placement.lend": True, f"{ENGINE}.tensor_parallel_size": 2}, "trainer.placement.lend", "a replica needs 2 GPUs",
+        {"trainer.placement.lend": True, f"{ENGINE}.tensor_parallel_size": 1},
+    ),
+    Case(
         "replicas that only evaluate take no turns",
         {**FOUR_GPUS, "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 4, "trainer.placement.colocate_all": True},
         "slurm.eval_replicas", "colocate_all",
