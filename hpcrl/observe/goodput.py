@@ -38,6 +38,7 @@ from hpcrl.rundir.allocations import SILENT_S, Allocation, read_allocations
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, attempt_of, position_of
 from hpcrl.rundir.ledger import Outcome, read_attempts, read_outcomes
+from hpcrl.rundir.records import is_time
 from hpcrl.rundir.starts import read_starts
 from hpcrl.units import duration
 
@@ -315,7 +316,7 @@ def _spans(run: Run, attempt: int, process: str, goes_on: bool) -> Iterator[Span
     """
     found, begun, finished = list[Span](), 0, 0.0
     for line in process_lines(run, attempt, process):
-        if "finished" in line and isinstance(line["finished"], int | float):
+        if is_time(line.get("finished")):
             finished = max(finished, line["finished"])
         elif "process" in line:
             found[begun:] = _cut(found[begun:], finished)

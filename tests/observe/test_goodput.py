@@ -264,6 +264,60 @@ def test_queue_time_is_counted_from_submission_and_from_the_end_before(
     assert new_allocation(run, "8_0.0", []).queued == 100  # another job waited from its own submission
 
 
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize("number", [HUGE, "NaN", "1e999", "-1e999", "1e300", "-1", "true"])
+def test_foreign_times_of_a_timeline_change_nothing(tmp_path: Path, number: str) -> None:
+    run = made(tmp_path / "p" / "r")
+    report_outcome(run, 1, "lost", "killed", "agent-0")
+    before = account_of(run)
+    for process in ("rank-0", "rollout-0"):
+        for own in (f'"start": {number}, "seconds": 1', f'"start": 1030.0, "seconds": {number}'):
+            append_text(run.timeline_of(1, process), f'{{{own}, "phase": "generate"}}\n')
+        append_text(run.timeline_of(1, process), f'{{"finished": {number}}}\n')
+    assert account_of(run) == before
+
+
+FOREIGN = {
+    "start": [HUGE, "NaN", "1e999", "-1"],
+    "until": [HUGE, "NaN", "1e300"],
+    "queued": [HUGE, "NaN"],
+    "nodes": [
+        '[{"host": "n1", "role": "trainer", "devices": [["' + name + '"]]}]'
+        for name in (
+            "rank\\u0000-0",
+            "../x",
+            "../../logs/1/rank-0",
+            "/rank-0",
+            "rank-0\\n",
+            "\\ud800-1",
+            "",
+            "rank-" + HUGE,
+        )
+    ]
+    + ['[{"host": 7, "role": "trainer", "devices": []}]', '[{"host": "n1", "role": ["trainer"], "devices": []}]'],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_allocation_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "p" / "r")
+    path = run.allocation("7_0.0")
+    whole = json.loads(path.read_text())
+    for value in FOREIGN[name]:
+        path.write_text(json.dumps(whole | {name: "VALUE"}).replace('"VALUE"', value))
+        assert main(["goodput", "r", "--root", str(tmp_path)]) == 5, value
+        assert f"{path} is damaged: " in capsys.readouterr().err
+
+
+def test_a_foreign_time_of_submission_does_not_end_an_attempt(tmp_path: Path) -> None:
+    run = Run(tmp_path / "p" / "r")
+    for number in (HUGE, "NaN", "true"):
+        write_text(run.submission, f'{{"submitted": {number}}}')
+        assert new_allocation(run, "7_0.0", []).queued == 0
+
+
 def test_accounts_add_up() -> None:
     assert (Account([]) + Account([], 3.0)).queued == 3.0
     assert (Account([]).total, Account([]).goodput) == (0, 0)
