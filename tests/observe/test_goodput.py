@@ -279,6 +279,23 @@ def test_foreign_times_of_a_timeline_change_nothing(tmp_path: Path, number: str)
     assert account_of(run) == before
 
 
+def test_a_damaged_run_of_a_sweep_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("s-0", "s-1", "s-2"):
+        run = made(tmp_path / "p" / name)
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        run.slurm.symlink_to("../.slurm/s")
+    damaged = Run(tmp_path / "p" / "s-1").allocation("7_0.0")
+    write_text(damaged, "[1]")
+    root = ["--root", str(tmp_path)]
+    for named in (["s"], ["--project", "p"]):
+        assert main(["goodput", *named, *root]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith("goodput 30.8% of 2 runs: ")
+        assert printed.err.startswith(f"hpcrl: s-1 is left out: {damaged} is damaged: ")
+    assert main(["goodput", "s-1", *root]) == 5
+    assert f"{damaged} is damaged: " in capsys.readouterr().err
+
+
 FOREIGN = {
     "start": [HUGE, "NaN", "1e999", "-1"],
     "until": [HUGE, "NaN", "1e300"],
