@@ -70,7 +70,7 @@ class Account:
     """Account of a run, or of several.
 
     Attributes:
-        queued: seconds in the queue, of all starts.
+        queued: seconds in the queue without any nodes; of several requests that wait at once, once.
     """
 
     rows: list[RoleAccount]
@@ -266,13 +266,15 @@ def _after(position: tuple[int, int] | None) -> int:
 
 
 def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], since: float = 0.0) -> Account:
-    held = list[Held]()
+    held, waits = list[Held](), list[tuple[float, float, float]]()
     for one in history.allocations:
         attempt, after, end = history.attempt(one), history.after(one), _end(one, history.attempt(one), spans)
         start = max(one.start, since)
         held += [
             Held(attempt, _role(one, node.role), start, max(start, end), node.devices, after) for node in one.hosts
         ]
+        if not one.pool:
+            waits.append((one.queued, one.start, end))
     attempts = {node.attempt for node in held} | {span.attempt for own in spans.values() for span in own}
     shares = _trained_shares(run)
     found = node_seconds(held, spans, {attempt: history.kept(attempt) for attempt in attempts}, shares)
@@ -283,8 +285,25 @@ def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], s
     rows = [
         RoleAccount(name, *key, nodes[key], seconds) for key, seconds in sorted(found.items(), key=lambda row: row[0])
     ]
-    queued = sum(one.start - one.queued for one in history.allocations if 0 < one.queued < one.start and not one.pool)
-    return Account(rows, queued)
+    return Account(rows, _queued(waits))
+
+
+def _queued(waits: Iterable[tuple[float, float, float]]) -> float:
+    """Return the seconds in which a start waited and none was held.
+
+    Args:
+        waits: of each start when it was queued, 0 if that is not known, when it began, and when it ended.
+    """
+    changes = list[tuple[float, int, int]]()
+    for queued, start, end in waits:
+        changes += [(start, 0, 1), (max(start, end), 0, -1)]
+        if 0 < queued < start:
+            changes += [(queued, 1, 0), (start, -1, 0)]
+    seconds, before, waiting, held = 0.0, 0.0, 0, 0
+    for at, more_waiting, more_held in sorted(changes):
+        seconds += (at - before) * (waiting > 0 and not held)
+        before, waiting, held = at, waiting + more_waiting, held + more_held
+    return seconds
 
 
 def _role(allocation: Allocation, role: str) -> str:

@@ -279,6 +279,23 @@ def test_foreign_times_of_a_timeline_change_nothing(tmp_path: Path, number: str)
     assert account_of(run) == before
 
 
+def test_time_in_which_another_request_runs_is_not_in_the_queue(tmp_path: Path) -> None:
+    run = Run(tmp_path / "p" / "r")
+    write_text(run.config, "")
+    starts = {
+        "7_0.0": (100.0, 160.0, 500.0),
+        "8_0.0": (100.0, 600.0, 700.0),  # another request of the same submission
+        "7_0.1": (500.0, 750.0, 800.0),  # waits at the same time as 8_0.0
+        "9_0.0": (0.0, 2000.0, 2010.0),  # since when it waited is not known
+    }
+    for job, (queued, start, until) in starts.items():
+        write_json(run.allocation(job), vars(Allocation(job, start, until, True, queued)))
+    write_json(run.allocation("pool"), vars(Allocation("pool", 120.0, 790.0, True, 110.0, pool=True)))
+    found = account_of(run)
+    assert found
+    assert found.queued == 60 + 100 + 50
+
+
 def test_a_damaged_run_of_a_sweep_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("s-0", "s-1", "s-2"):
         run = made(tmp_path / "p" / name)
