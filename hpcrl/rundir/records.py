@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from hpcrl.errors import RunError
 from hpcrl.rundir.commit import digest_of, make_directory, parse_json, read_bytes
@@ -118,7 +118,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
     return value
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: Any) -> TypeGuard[float]:
     """Return whether a JSON value is a Unix time or a duration, in seconds; NaN, infinity and numbers of absurd size are none."""
     return type(value) in (int, float) and 0 <= value <= _LATEST
 
