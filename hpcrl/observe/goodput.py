@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hpcrl.errors import RunError
-from hpcrl.observe.metrics import last_records
+from hpcrl.observe.metrics import Record, last_records
 from hpcrl.observe.node_seconds import (
     CATEGORIES,
     GENERATED,
@@ -321,10 +322,14 @@ def _end(allocation: Allocation, attempt: int, spans: Mapping[str, Sequence[Span
 def _trained_shares(run: Run) -> dict[int, float]:
     """Return by attempt the share of the finished groups that its batches trained; of all attempts under 0."""
     found = defaultdict[int, list[float]](list)
-    for record in last_records(run, "controller", SAMPLE_BATCHES, lambda _: True, _ALL_STEPS):
+    for record in last_records(run, "controller", SAMPLE_BATCHES, _is_finite, _ALL_STEPS):
         for attempt in (record.attempt, 0):
             found[attempt].append(record.metrics[SAMPLE_BATCHES])
     return {attempt: 1 / max(1.0, fmean(values)) for attempt, values in found.items()}
+
+
+def _is_finite(record: Record) -> bool:
+    return isfinite(record.metrics[SAMPLE_BATCHES])
 
 
 def _spans(run: Run, attempt: int, process: str, goes_on: bool) -> Iterator[Span]:

@@ -218,6 +218,9 @@ def test_share_of_groups_that_sampling_dropped_is_lost(tmp_path: Path) -> None:
     with MetricsWriter(run, "controller", 1, 0) as writer:
         writer.write(1, {"generate/sample_batches": 1.5})
         writer.write(2, {"generate/sample_batches": 2.5})
+    for number in (HUGE, "NaN", "1e999"):
+        line = f'{{"attempt": 1, "step": 3, "time": 1.0, "metrics": {{"generate/sample_batches": {number}}}}}\n'
+        append_text(run.metrics_of("controller"), line)
     found = account_of(run)
     assert found
     assert found.share("generation") == found.share("lost") == pytest.approx(12 / 130)
