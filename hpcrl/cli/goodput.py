@@ -29,12 +29,12 @@ def _goodput(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.observe.goodput import Account, account_of
 
-    accounts = dict[str, Account]()
-    for run in _runs(arguments):
+    accounts, runs = dict[str, Account](), _runs(arguments)
+    for run in runs:
         try:
             found = account_of(run)
         except (RunError, OSError) as error:
-            if len(arguments.runs) == 1:
+            if len(runs) == 1:
                 raise
             print(one_line(f"hpcrl: {run.name} is left out: {error}"), file=sys.stderr)
             continue

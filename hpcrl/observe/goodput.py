@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hpcrl.errors import RunError
-from hpcrl.observe.metrics import last_records
+from hpcrl.observe.metrics import Record, last_records
 from hpcrl.observe.node_seconds import (
     CATEGORIES,
     GENERATED,
@@ -38,6 +39,7 @@ from hpcrl.rundir.allocations import SILENT_S, Allocation, read_allocations
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, attempt_of, position_of
 from hpcrl.rundir.ledger import Outcome, read_attempts, read_outcomes
+from hpcrl.rundir.records import is_time
 from hpcrl.rundir.starts import read_starts
 from hpcrl.units import duration
 
@@ -69,7 +71,7 @@ class Account:
     """Account of a run, or of several.
 
     Attributes:
-        queued: seconds in the queue, of all starts.
+        queued: seconds in the queue without any nodes; of several requests that wait at once, once.
     """
 
     rows: list[RoleAccount]
@@ -265,13 +267,15 @@ def _after(position: tuple[int, int] | None) -> int:
 
 
 def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], since: float = 0.0) -> Account:
-    held = list[Held]()
+    held, waits = list[Held](), list[tuple[float, float, float]]()
     for one in history.allocations:
         attempt, after, end = history.attempt(one), history.after(one), _end(one, history.attempt(one), spans)
         start = max(one.start, since)
         held += [
             Held(attempt, _role(one, node.role), start, max(start, end), node.devices, after) for node in one.hosts
         ]
+        if not one.pool:
+            waits.append((one.queued, one.start, end))
     attempts = {node.attempt for node in held} | {span.attempt for own in spans.values() for span in own}
     shares = _trained_shares(run)
     found = node_seconds(held, spans, {attempt: history.kept(attempt) for attempt in attempts}, shares)
@@ -282,8 +286,25 @@ def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], s
     rows = [
         RoleAccount(name, *key, nodes[key], seconds) for key, seconds in sorted(found.items(), key=lambda row: row[0])
     ]
-    queued = sum(one.start - one.queued for one in history.allocations if 0 < one.queued < one.start and not one.pool)
-    return Account(rows, queued)
+    return Account(rows, _queued(waits))
+
+
+def _queued(waits: Iterable[tuple[float, float, float]]) -> float:
+    """Return the seconds in which a start waited and none was held.
+
+    Args:
+        waits: of each start when it was queued, 0 if that is not known, when it began, and when it ended.
+    """
+    changes = list[tuple[float, int, int]]()
+    for queued, start, end in waits:
+        changes += [(start, 0, 1), (max(start, end), 0, -1)]
+        if 0 < queued < start:
+            changes += [(queued, 1, 0), (start, -1, 0)]
+    seconds, before, waiting, held = 0.0, 0.0, 0, 0
+    for at, more_waiting, more_held in sorted(changes):
+        seconds += (at - before) * (waiting > 0 and not held)
+        before, waiting, held = at, waiting + more_waiting, held + more_held
+    return seconds
 
 
 def _role(allocation: Allocation, role: str) -> str:
@@ -301,10 +322,14 @@ def _end(allocation: Allocation, attempt: int, spans: Mapping[str, Sequence[Span
 def _trained_shares(run: Run) -> dict[int, float]:
     """Return by attempt the share of the finished groups that its batches trained; of all attempts under 0."""
     found = defaultdict[int, list[float]](list)
-    for record in last_records(run, "controller", SAMPLE_BATCHES, lambda _: True, _ALL_STEPS):
+    for record in last_records(run, "controller", SAMPLE_BATCHES, _is_finite, _ALL_STEPS):
         for attempt in (record.attempt, 0):
             found[attempt].append(record.metrics[SAMPLE_BATCHES])
     return {attempt: 1 / max(1.0, fmean(values)) for attempt, values in found.items()}
+
+
+def _is_finite(record: Record) -> bool:
+    return isfinite(record.metrics[SAMPLE_BATCHES])
 
 
 def _spans(run: Run, attempt: int, process: str, goes_on: bool) -> Iterator[Span]:
@@ -315,7 +340,7 @@ def _spans(run: Run, attempt: int, process: str, goes_on: bool) -> Iterator[Span
     """
     found, begun, finished = list[Span](), 0, 0.0
     for line in process_lines(run, attempt, process):
-        if "finished" in line and isinstance(line["finished"], int | float):
+        if is_time(line.get("finished")):
             finished = max(finished, line["finished"])
         elif "process" in line:
             found[begun:] = _cut(found[begun:], finished)

@@ -193,13 +193,17 @@ def _is_line(value: Any) -> bool:
     histograms = value.get("histograms", {})
     if not isinstance(histograms, dict) or not all(map(_is_histogram, histograms.values())):
         return False
-    return type(value.get("step")) is int and all(type(number) in (int, float) for number in numbers)
+    return type(value.get("step")) is int and all(map(_is_number, numbers))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
 def _is_histogram(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], list) and value[2]):
         return False
-    return all(type(number) in (int, float) for number in (*value[:2], *value[2]))
+    return all(map(_is_number, (*value[:2], *value[2])))
 
 
 def _unique(process: str, metrics: dict[str, _Value], wanted: Sequence[str]) -> dict[str, _Value]:

@@ -30,6 +30,7 @@ from typing import Any
 from hpcrl.observe.metrics import lines_from_end
 from hpcrl.rundir.commit import make_directory, open_file, parse_json, write_text
 from hpcrl.rundir.layout import Run, attempt_of
+from hpcrl.rundir.records import is_time
 
 LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
 """Phases of more than one role. A process is absent before its first span and after its last one."""
@@ -305,7 +306,7 @@ def recent_spans(run: Run, attempt: int, process: str) -> Iterator[Span]:
 def span_of(line: dict[str, Any], process: str, attempt: int) -> Span | None:
     """Return the span of a line of a timeline; None: it has none."""
     start, seconds, phase, step = (line.get(name) for name in ("start", "seconds", "phase", "step"))
-    if not (isinstance(start, int | float) and isinstance(seconds, int | float) and isinstance(phase, str)):
+    if not (is_time(start) and is_time(seconds) and isinstance(phase, str)):
         return None
     return Span(process, attempt, phase, start, start + seconds, step if isinstance(step, int) else None)
 

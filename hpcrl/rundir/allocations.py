@@ -7,16 +7,18 @@ allocation that was killed ends at most `RENEW_S` too early. Elements of elastic
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import RunError
 from hpcrl.rundir.commit import children, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.records import as_record, read_object, with_checksum
+from hpcrl.rundir.records import as_record, damaged, is_time, read_object, with_checksum
 
 RENEW_S = 30.0
 SILENT_S = 5 * RENEW_S
@@ -24,6 +26,7 @@ SILENT_S = 5 * RENEW_S
 STARTED = "HPCRL_JOB_STARTED"
 """Variable with the Unix time at which the job started: Slurm's, or that of the batch script's first lines where Slurm does not export it."""
 LEFT_OVER = "left over"
+_PROCESS = re.compile(r"[a-z]+-\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def _read(path: Path) -> Allocation | None:
         return None
     found = as_record(Allocation, value, path, remedy)
     for node in found.nodes:
-        as_record(AllocatedNode, node, path, remedy)
+        for process in chain(*as_record(AllocatedNode, node, path, remedy).devices):
+            if not _PROCESS.fullmatch(process):
+                raise damaged(path, f"expected the name of a process, such as rank-0, found {process!r:.80}", remedy)
     return found
 
 
@@ -127,7 +132,7 @@ def _queued(run: Run, job: str) -> float:
     except (RunError, OSError):
         return 0.0
     submitted = record.get("submitted")
-    return max(before, default=float(submitted) if isinstance(submitted, int | float) else 0.0)
+    return max(before, default=submitted if is_time(submitted) else 0.0)
 
 
 def _job_id(job: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, TypeVar, get_args, get_origin, get_type_hints
 
 from hpcrl.errors import RunError
 from hpcrl.rundir.commit import digest_of, make_directory, parse_json, read_bytes
@@ -24,6 +24,7 @@ from hpcrl.rundir.commit import digest_of, make_directory, parse_json, read_byte
 Record = TypeVar("Record")
 
 _CHECKSUM = "blake2b"
+_LATEST = 1e11  # the year 5138
 _AT_END = re.compile(rb'(.*), "blake2b": "([0-9a-f]{32})"\}[ \t\r\n]*', re.DOTALL)
 _NAME_DAMAGED = re.compile(rb', "[^"]{7}": "[0-9a-f]{32}"\}\s*\Z')
 _BEFORE_END = re.compile(rb'"blake2b": "[0-9a-f]{32}".', re.DOTALL)
@@ -117,8 +118,13 @@ def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
     return value
 
 
+def is_time(value: Any) -> TypeGuard[float]:
+    """Return whether a JSON value is a Unix time or a duration, in seconds; NaN, infinity and numbers of absurd size are none."""
+    return type(value) in (int, float) and 0 <= value <= _LATEST
+
+
 def as_record(kind: type[Record], value: Any, place: str | Path, remedy: str) -> Record:
-    """Return a JSON object as a dataclass; what a later hpcrl has added to it is passed over.
+    """Return a JSON object as a dataclass, whose floats are times; what a later hpcrl has added to it is passed over.
 
     Args:
         place: where it was found.
@@ -155,5 +161,5 @@ def _fits(value: Any, wanted: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     if wanted is float:
-        return type(value) in (int, float)
+        return is_time(value)
     return type(value) is (origin or wanted)

@@ -218,6 +218,9 @@ def test_share_of_groups_that_sampling_dropped_is_lost(tmp_path: Path) -> None:
     with MetricsWriter(run, "controller", 1, 0) as writer:
         writer.write(1, {"generate/sample_batches": 1.5})
         writer.write(2, {"generate/sample_batches": 2.5})
+    for number in (HUGE, "NaN", "1e999"):
+        line = f'{{"attempt": 1, "step": 3, "time": 1.0, "metrics": {{"generate/sample_batches": {number}}}}}\n'
+        append_text(run.metrics_of("controller"), line)
     found = account_of(run)
     assert found
     assert found.share("generation") == found.share("lost") == pytest.approx(12 / 130)
@@ -262,6 +265,94 @@ def test_queue_time_is_counted_from_submission_and_from_the_end_before(
     again = new_allocation(run, "7_0.1", [])
     assert (again.queued, again.start >= ended.until) == (ended.until, True)
     assert new_allocation(run, "8_0.0", []).queued == 100  # another job waited from its own submission
+
+
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize("number", [HUGE, "NaN", "1e999", "-1e999", "1e300", "-1", "true"])
+def test_foreign_times_of_a_timeline_change_nothing(tmp_path: Path, number: str) -> None:
+    run = made(tmp_path / "p" / "r")
+    report_outcome(run, 1, "lost", "killed", "agent-0")
+    before = account_of(run)
+    for process in ("rank-0", "rollout-0"):
+        for own in (f'"start": {number}, "seconds": 1', f'"start": 1030.0, "seconds": {number}'):
+            append_text(run.timeline_of(1, process), f'{{{own}, "phase": "generate"}}\n')
+        append_text(run.timeline_of(1, process), f'{{"finished": {number}}}\n')
+    assert account_of(run) == before
+
+
+def test_time_in_which_another_request_runs_is_not_in_the_queue(tmp_path: Path) -> None:
+    run = Run(tmp_path / "p" / "r")
+    write_text(run.config, "")
+    starts = {
+        "7_0.0": (100.0, 160.0, 500.0),
+        "8_0.0": (100.0, 600.0, 700.0),  # another request of the same submission
+        "7_0.1": (500.0, 750.0, 800.0),  # waits at the same time as 8_0.0
+        "9_0.0": (0.0, 2000.0, 2010.0),  # since when it waited is not known
+    }
+    for job, (queued, start, until) in starts.items():
+        write_json(run.allocation(job), vars(Allocation(job, start, until, True, queued)))
+    write_json(run.allocation("pool"), vars(Allocation("pool", 120.0, 790.0, True, 110.0, pool=True)))
+    found = account_of(run)
+    assert found
+    assert found.queued == 60 + 100 + 50
+
+
+def test_a_damaged_run_of_a_sweep_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("s-0", "s-1", "s-2"):
+        run = made(tmp_path / "p" / name)
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        run.slurm.symlink_to("../.slurm/s")
+    damaged = Run(tmp_path / "p" / "s-1").allocation("7_0.0")
+    write_text(damaged, "[1]")
+    root = ["--root", str(tmp_path)]
+    for named in (["s"], ["--project", "p"]):
+        assert main(["goodput", *named, *root]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith("goodput 30.8% of 2 runs: ")
+        assert printed.err.startswith(f"hpcrl: s-1 is left out: {damaged} is damaged: ")
+    assert main(["goodput", "s-1", *root]) == 5
+    assert f"{damaged} is damaged: " in capsys.readouterr().err
+
+
+FOREIGN = {
+    "start": [HUGE, "NaN", "1e999", "-1"],
+    "until": [HUGE, "NaN", "1e300"],
+    "queued": [HUGE, "NaN"],
+    "nodes": [
+        '[{"host": "n1", "role": "trainer", "devices": [["' + name + '"]]}]'
+        for name in (
+            "rank\\u0000-0",
+            "../x",
+            "../../logs/1/rank-0",
+            "/rank-0",
+            "rank-0\\n",
+            "\\ud800-1",
+            "",
+            "rank-" + HUGE,
+        )
+    ]
+    + ['[{"host": 7, "role": "trainer", "devices": []}]', '[{"host": "n1", "role": ["trainer"], "devices": []}]'],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_allocation_is_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "p" / "r")
+    path = run.allocation("7_0.0")
+    whole = json.loads(path.read_text())
+    for value in FOREIGN[name]:
+        path.write_text(json.dumps(whole | {name: "VALUE"}).replace('"VALUE"', value))
+        assert main(["goodput", "r", "--root", str(tmp_path)]) == 5, value
+        assert f"{path} is damaged: " in capsys.readouterr().err
+
+
+def test_a_foreign_time_of_submission_does_not_end_an_attempt(tmp_path: Path) -> None:
+    run = Run(tmp_path / "p" / "r")
+    for number in (HUGE, "NaN", "true"):
+        write_text(run.submission, f'{{"submitted": {number}}}')
+        assert new_allocation(run, "7_0.0", []).queued == 0
 
 
 def test_accounts_add_up() -> None:
