@@ -70,12 +70,41 @@ def test_the_table_names_what_is_left_out_and_why() -> None:
     assert [row.split() for row in both[2:]] == [["3", "2", "1"], ["4", "2", "2"], ["5", "4", "1"], ["6", "4", "2"]]
 
 
-def test_sizes_whose_ranks_have_too_little_memory_are_left_out() -> None:
-    """Of a model as small as this one, what FSDP gathers is more than what sharding saves."""
-    config = load(f"{NODES}=1-4", "slurm.gpus_per_node=1", "slurm.gpu_memory_gb=0.0286")
+PRINTS = """
+from dataclasses import dataclass
+from hpcrl.config import Config
+
+print("imported")
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Config):
+    pass
+"""
+
+
+def with_module(tmp_path: Path, name: str, text: str, *settings: str) -> Config:
+    """Return the quickstart with a class of the user's."""
+    (tmp_path / f"{name}.py").write_text(text)
+    return load(f"config_class={name}:Mine", f'python_path=["{tmp_path}"]', *settings)
+
+
+def test_sizes_whose_ranks_have_too_little_memory_are_left_out(tmp_path: Path) -> None:
+    """Of a model as small as this one, what FSDP gathers is more than what sharding saves. What a module of the user's prints is not read."""
+    memory = [f"{NODES}=1-4", "slurm.gpus_per_node=1", "slurm.gpu_memory_gb=0.0286"]
+    config = with_module(tmp_path, "printing_config", PRINTS, *memory)
     found = {layout.sizes[NODES]: layout.problem for layout in all_layouts(config, memory_problems_apart)}
     assert [nodes for nodes, problem in found.items() if not problem] == [1], found
     assert found[4] == "a rank needs 29.6 MiB of 29.3 MiB (slurm.gpu_memory_gb)"
+
+
+def test_memory_that_could_not_be_compared_leaves_no_size_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A module of the user's writes past sys.stdout; the model is none of this machine, so torch is not imported."""
+    text, model = f"{PRINTS}\nimport os\nos.write(1, b'more')\n", "trainer.policy.model.path=nobody/nothing"
+    config = with_module(tmp_path, "parting_config", text, model)
+    assert memory_problems_apart([config, config]) == ["", ""]
+    assert "whether ranks have enough memory was not checked: exit status 0, output" in capsys.readouterr().err
 
 
 def test_an_attempt_takes_the_largest_layout_that_has_room() -> None:
