@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,8 +20,10 @@ from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.planning.layouts import memory_problems_apart
 from hpcrl.rundir.attempt_config import attempt_config
+from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
+from hpcrl.rundir.ledger import Attempt, open_attempt, outcome_of, read_attempts, report_outcome
+from hpcrl.runtime.process_status import read_process_statuses
 from tests.paths import QUICKSTART
 
 NODES, ENGINES = "trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"
@@ -149,17 +154,43 @@ def test_an_attempt_of_a_run_without_ranges_has_all_nodes(tmp_path: Path) -> Non
     assert (attempt.hosts, attempt.idle, attempt.sizes, attempt.layout) == (["n1", "n2"], [], {}, "")
 
 
-def test_a_node_that_is_left_over_waits_for_the_end_of_the_attempt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def left_over(tmp_path: Path) -> tuple[Run, NodeContext, Attempt]:
+    """An attempt on the first of two nodes, and the agent of the second one."""
     run, hosts = Run(tmp_path / "run"), ["n1", "n2"]
     run.path.mkdir()
-    attempt = open_attempt(run, "7_0.0", hosts[:1], {NODES: 1}, hosts[1:])
-    end = threading.Timer(0.5, lambda: report_outcome(run, 1, "done", "finished", "agent-0"))
+    return run, NodeContext(1, hosts, "7_0.0", 0, False), open_attempt(run, "7_0.0", hosts[:1], {NODES: 1}, hosts[1:])
+
+
+def test_a_node_that_is_left_over_waits_for_the_end_of_the_attempt(
+    left_over: tuple[Run, NodeContext, Attempt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while the filesystem fails; the first element of an elastic pool has the process status agent-1."""
+    run = left_over[0]
+    run.outcomes.symlink_to("outcomes")
+    good = threading.Timer(0.5, run.outcomes.unlink)
+    end = threading.Timer(1.5, lambda: report_outcome(run, 1, "done", "finished", "agent-0"))
+    good.start()
     end.start()
-    assert not await_end(run, NodeContext(1, hosts, "7_0.0", 0, False), attempt)
+    assert not await_end(*left_over)
     assert not end.is_alive()
-    assert "the layout of attempt 1 has 1 of 2 nodes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the layout of attempt 1 has 1 of 2 nodes" in printed
+    assert "waiting for the filesystem: " in printed
+    assert [status.process for status in read_process_statuses(run)] == ["agent-idle-1"]
+
+
+def test_errors_of_a_node_that_is_left_over_are_none_of_the_attempt(
+    left_over: tuple[Run, NodeContext, Attempt],
+) -> None:
+    run = left_over[0]
+    write_text(run.status_file("controller"), "damaged")
+    slurm = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
+    slurm |= {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SUBMITIT_EXECUTOR": "slurm"}
+    command = [sys.executable, "-c", f"from hpcrl.launch.agent.agent import main; main({str(run.path)!r})"]
+    assert subprocess.run(command, env={**os.environ, **slurm}, check=False, timeout=120).returncode == 1
+    assert f"{run.status_file('controller')} is damaged" in run.log(1, "agent-1").read_text()
+    assert outcome_of(run, 1) is None
 
 
 def test_sizes_that_are_no_numbers_are_a_damaged_line(tmp_path: Path) -> None:
