@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.errors import RunError
+from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.start import NodeContext, await_attempt
 from hpcrl.launch.layouts import AttemptLayout, all_layouts, describe_layouts, layout_for, usable_layouts
-from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from hpcrl.launch.submit.executors import Element, Submission, batch_scripts, local_executor
 from hpcrl.launch.submit.models import rank_problems
+from hpcrl.launch.submit.submit import submit
 from hpcrl.planning.layouts import memory_problems_apart
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.commit import write_text
@@ -130,6 +132,29 @@ def test_sbatch_is_asked_for_the_range(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks-per-node=1" in fixed
     assert "#SBATCH --nodes=2" in fixed
     assert not any("time-min" in line for line in fixed)
+
+
+def test_elements_of_a_job_array_have_the_same_nodes(tmp_path: Path) -> None:
+    """The one batch script asks for them, and a check beside the rules may leave out layouts of one element alone."""
+
+    def check(configs: Sequence[Config]) -> list[str]:
+        return [
+            "too large" if each.trainer.seed == 2 and each.trainer.placement.policy_num_nodes == 4 else ""
+            for each in configs
+        ]
+
+    def submission(*seeds: int) -> Submission:
+        given = [(f"mine.{seed}", f"trainer.seed={seed}") for seed in seeds]
+        elements = [Element(name, load(f"{NODES}=1-4", own), [own], (check,)) for name, own in given]
+        return Submission(tmp_path / "runs" / "project" / ".slurm" / "mine", elements)
+
+    assert "#SBATCH --nodes=2-5" in batch_scripts(submission(1, 3))["batch script"].splitlines()
+    for make in (batch_scripts, local_executor, lambda given: submit(given, local=True)):
+        with pytest.raises(
+            ConfigError, match=r"element 1 \(trainer.seed=2\): works on 2, 3 nodes, element 0 on 2, 3, 5; "
+        ):
+            make(submission(1, 2))
+    assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
 def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
         sys.exit(0)
     attempt = await_attempt(run, context, layouts)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
-    if context.index >= len(attempt.hosts):
+    if context.index >= len(attempt.hosts):  # its errors are none of the attempt
         if await_end(run, context, attempt):
             settle(run, context.job)
         sys.exit(0)
