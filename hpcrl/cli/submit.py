@@ -57,7 +57,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     if not arguments.local:
         submit.require_slurm()
     first = submission.elements[0]
-    disk = describe_disk(first.planned, Sizes.of(first.planned, folder_of))
+    config = submission.planned
+    disk = describe_disk(config, Sizes.of(config, folder_of))
     print("\n".join([*describe_layouts(first.every_layout), *disk]))
     runs = submit.submit(submission, arguments.local)
     for run in runs:
@@ -76,7 +77,7 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     from hpcrl.planning.disk import describe_disk
 
     first = submission.elements[0]
-    config = first.planned
+    config = submission.planned
     print("# configuration: what is not the default\n" + first.config.to_toml(only_changed=True))
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):

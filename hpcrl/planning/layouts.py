@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,14 +42,25 @@ def memory_problems(configs: Sequence[Config]) -> list[str]:
 
 
 def memory_problems_apart(configs: Sequence[Config]) -> list[str]:
-    """Return `memory_problems` from a process of its own: one that has read a tokenizer has transformers without torch."""
+    """Return `memory_problems` from a process of its own: one that has read a tokenizer has transformers without torch.
+
+    Where that process fails, no layout counts as too large, and the standard error says so.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "hpcrl.planning.layouts"],
         input=json.dumps([config.to_toml() for config in configs]),
         stdout=subprocess.PIPE,
         text=True,
     )
-    return json.loads(done.stdout) if done.returncode == 0 else [""] * len(configs)
+    try:
+        problems = json.loads(done.stdout)
+        if done.returncode == 0 and len(problems) == len(configs):
+            return problems
+    except ValueError:  # a module of config_class may write past sys.stdout
+        pass
+    shown = f"exit status {done.returncode}, output {done.stdout[-200:]!r}"
+    print(f"hpcrl: whether ranks have enough memory was not checked: {shown}", file=sys.stderr)
+    return [""] * len(configs)
 
 
 def _missing(config: Config, models: Mapping[str, Shapes]) -> Iterator[str]:
@@ -71,13 +83,14 @@ def _missing(config: Config, models: Mapping[str, Shapes]) -> Iterator[str]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as place:
+    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as place:  # a module of config_class may print
         configs = []
         for text in json.load(sys.stdin):
             path = Path(place) / "config.toml"
             path.write_text(text, encoding="utf-8")
             configs.append(Config.from_toml([path]))
-    print(json.dumps(memory_problems(configs)))
+        problems = memory_problems(configs)
+    print(json.dumps(problems))
 
 
 if __name__ == "__main__":

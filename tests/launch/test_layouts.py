@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.errors import RunError
+from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.start import NodeContext, await_attempt
 from hpcrl.launch.layouts import AttemptLayout, all_layouts, describe_layouts, layout_for, usable_layouts
-from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from hpcrl.launch.submit.executors import Element, Submission, batch_scripts, local_executor
 from hpcrl.launch.submit.models import rank_problems
+from hpcrl.launch.submit.submit import submit
 from hpcrl.planning.layouts import memory_problems_apart
 from hpcrl.rundir.attempt_config import attempt_config
+from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
+from hpcrl.rundir.ledger import Attempt, open_attempt, outcome_of, read_attempts, report_outcome
+from hpcrl.runtime.process_status import read_process_statuses
 from tests.paths import QUICKSTART
 
 NODES, ENGINES = "trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"
@@ -70,12 +77,41 @@ def test_the_table_names_what_is_left_out_and_why() -> None:
     assert [row.split() for row in both[2:]] == [["3", "2", "1"], ["4", "2", "2"], ["5", "4", "1"], ["6", "4", "2"]]
 
 
-def test_sizes_whose_ranks_have_too_little_memory_are_left_out() -> None:
-    """Of a model as small as this one, what FSDP gathers is more than what sharding saves."""
-    config = load(f"{NODES}=1-4", "slurm.gpus_per_node=1", "slurm.gpu_memory_gb=0.0286")
+PRINTS = """
+from dataclasses import dataclass
+from hpcrl.config import Config
+
+print("imported")
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Config):
+    pass
+"""
+
+
+def with_module(tmp_path: Path, name: str, text: str, *settings: str) -> Config:
+    """Return the quickstart with a class of the user's."""
+    (tmp_path / f"{name}.py").write_text(text)
+    return load(f"config_class={name}:Mine", f'python_path=["{tmp_path}"]', *settings)
+
+
+def test_sizes_whose_ranks_have_too_little_memory_are_left_out(tmp_path: Path) -> None:
+    """Of a model as small as this one, what FSDP gathers is more than what sharding saves. What a module of the user's prints is not read."""
+    memory = [f"{NODES}=1-4", "slurm.gpus_per_node=1", "slurm.gpu_memory_gb=0.0286"]
+    config = with_module(tmp_path, "printing_config", PRINTS, *memory)
     found = {layout.sizes[NODES]: layout.problem for layout in all_layouts(config, memory_problems_apart)}
     assert [nodes for nodes, problem in found.items() if not problem] == [1], found
     assert found[4] == "a rank needs 29.6 MiB of 29.3 MiB (slurm.gpu_memory_gb)"
+
+
+def test_memory_that_could_not_be_compared_leaves_no_size_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A module of the user's writes past sys.stdout; the model is none of this machine, so torch is not imported."""
+    text, model = f"{PRINTS}\nimport os\nos.write(1, b'more')\n", "trainer.policy.model.path=nobody/nothing"
+    config = with_module(tmp_path, "parting_config", text, model)
+    assert memory_problems_apart([config, config]) == ["", ""]
+    assert "whether ranks have enough memory was not checked: exit status 0, output" in capsys.readouterr().err
 
 
 def test_an_attempt_takes_the_largest_layout_that_has_room() -> None:
@@ -96,6 +132,29 @@ def test_sbatch_is_asked_for_the_range(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks-per-node=1" in fixed
     assert "#SBATCH --nodes=2" in fixed
     assert not any("time-min" in line for line in fixed)
+
+
+def test_elements_of_a_job_array_have_the_same_nodes(tmp_path: Path) -> None:
+    """The one batch script asks for them, and a check beside the rules may leave out layouts of one element alone."""
+
+    def check(configs: Sequence[Config]) -> list[str]:
+        return [
+            "too large" if each.trainer.seed == 2 and each.trainer.placement.policy_num_nodes == 4 else ""
+            for each in configs
+        ]
+
+    def submission(*seeds: int) -> Submission:
+        given = [(f"mine.{seed}", f"trainer.seed={seed}") for seed in seeds]
+        elements = [Element(name, load(f"{NODES}=1-4", own), [own], (check,)) for name, own in given]
+        return Submission(tmp_path / "runs" / "project" / ".slurm" / "mine", elements)
+
+    assert "#SBATCH --nodes=2-5" in batch_scripts(submission(1, 3))["batch script"].splitlines()
+    for make in (batch_scripts, local_executor, lambda given: submit(given, local=True)):
+        with pytest.raises(
+            ConfigError, match=r"element 1 \(trainer.seed=2\): works on 2, 3 nodes, element 0 on 2, 3, 5; "
+        ):
+            make(submission(1, 2))
+    assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
 def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Path) -> None:
@@ -120,17 +179,43 @@ def test_an_attempt_of_a_run_without_ranges_has_all_nodes(tmp_path: Path) -> Non
     assert (attempt.hosts, attempt.idle, attempt.sizes, attempt.layout) == (["n1", "n2"], [], {}, "")
 
 
-def test_a_node_that_is_left_over_waits_for_the_end_of_the_attempt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def left_over(tmp_path: Path) -> tuple[Run, NodeContext, Attempt]:
+    """An attempt on the first of two nodes, and the agent of the second one."""
     run, hosts = Run(tmp_path / "run"), ["n1", "n2"]
     run.path.mkdir()
-    attempt = open_attempt(run, "7_0.0", hosts[:1], {NODES: 1}, hosts[1:])
-    end = threading.Timer(0.5, lambda: report_outcome(run, 1, "done", "finished", "agent-0"))
+    return run, NodeContext(1, hosts, "7_0.0", 0, False), open_attempt(run, "7_0.0", hosts[:1], {NODES: 1}, hosts[1:])
+
+
+def test_a_node_that_is_left_over_waits_for_the_end_of_the_attempt(
+    left_over: tuple[Run, NodeContext, Attempt], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while the filesystem fails; the first element of an elastic pool has the process status agent-1."""
+    run = left_over[0]
+    run.outcomes.symlink_to("outcomes")
+    good = threading.Timer(0.5, run.outcomes.unlink)
+    end = threading.Timer(1.5, lambda: report_outcome(run, 1, "done", "finished", "agent-0"))
+    good.start()
     end.start()
-    assert not await_end(run, NodeContext(1, hosts, "7_0.0", 0, False), attempt)
+    assert not await_end(*left_over)
     assert not end.is_alive()
-    assert "the layout of attempt 1 has 1 of 2 nodes" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the layout of attempt 1 has 1 of 2 nodes" in printed
+    assert "waiting for the filesystem: " in printed
+    assert [status.process for status in read_process_statuses(run)] == ["agent-idle-1"]
+
+
+def test_errors_of_a_node_that_is_left_over_are_none_of_the_attempt(
+    left_over: tuple[Run, NodeContext, Attempt],
+) -> None:
+    run = left_over[0]
+    write_text(run.status_file("controller"), "damaged")
+    slurm = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
+    slurm |= {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SUBMITIT_EXECUTOR": "slurm"}
+    command = [sys.executable, "-c", f"from hpcrl.launch.agent.agent import main; main({str(run.path)!r})"]
+    assert subprocess.run(command, env={**os.environ, **slurm}, check=False, timeout=120).returncode == 1
+    assert f"{run.status_file('controller')} is damaged" in run.log(1, "agent-1").read_text()
+    assert outcome_of(run, 1) is None
 
 
 def test_sizes_that_are_no_numbers_are_a_damaged_line(tmp_path: Path) -> None:

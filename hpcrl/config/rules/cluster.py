@@ -297,7 +297,13 @@ def counted_gpus(config: ConfigTree) -> Iterator[Problem]:
 
 def time_to_save(config: ConfigTree) -> Iterator[Problem]:
     slurm, signal = config.slurm, config.slurm.signal_seconds
-    asked = {"slurm": slurm} | {f"slurm.requests.{name}": slurm.asked_by(name) for name in slurm.requests}
+    asked = {"slurm": slurm}
+    if slurm.requests:  # one without a time limit of its own has the section's
+        sections = {
+            name: "slurm" if one.time_minutes is None else f"slurm.requests.{name}"
+            for name, one in slurm.requests.items()
+        }
+        asked = {section: slurm.asked_by(name) for name, section in sections.items()}
     for path, one in asked.items():
         least = one.time_min_minutes
         name = f"{path}.time_minutes" if least is None else "slurm.time_min_minutes"

@@ -31,6 +31,7 @@ from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.held_nodes import HeldNodes
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.multi_node import ScorerParts
+from hpcrl.launch.agent.patience import FilesystemPatience
 from hpcrl.launch.agent.preflight import check_node, make_room
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import BatchScript, NodeContext, await_attempt, listen, log_to
@@ -55,7 +56,6 @@ from hpcrl.rundir.ledger import (
     report_outcome,
 )
 from hpcrl.runtime.followers import Followers
-from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWriter, read_process_status, trainer_left
 from hpcrl.runtime.signals import ask_to_stop, stop_asked, stop_cause
 from hpcrl.upload.send import commands as upload_commands
@@ -67,7 +67,6 @@ _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
 _AGAIN_S = 2.0
 _DUMP_S = 2.0
-_TROUBLE_S = 60.0
 _NICENESS = 10  # of what only goes along with the run
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
@@ -125,21 +124,15 @@ class NodeAgent:
             RunError: the run directory cannot be read or written for a minute.
             DataError: a replica would start again with another configuration or code than was submitted.
         """
-        trouble, clock = None, SuspendAwareClock(_TROUBLE_S)
+        patience = FilesystemPatience(self._run)
         try:
             check_node(self._run, self._config, self._node, self._context, self._sizes)
             self._start()
             while True:
-                try:
+                with patience.tolerating():
                     if self._ends():
                         return
                     self._look()
-                    trouble = None
-                except OSError as error:  # a filesystem server that restarts must not cost the attempt
-                    trouble = clock.now() if trouble is None else trouble
-                    if clock.now() - trouble > _TROUBLE_S:
-                        raise RunError(f"{self._run.path} cannot be used since {_TROUBLE_S:.0f} s: {error}") from error
-                    print(f"waiting for the filesystem: {error}", flush=True)
                 time.sleep(_POLL_S)
         finally:
             self._end()
@@ -377,7 +370,11 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
         sys.exit(0)
     attempt = await_attempt(run, context, layouts)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
-    message, host, agent, alone = "the agent ended without an outcome; its log says why", "", None, False
+    if context.index >= len(attempt.hosts):  # its errors are none of the attempt
+        if await_end(run, context, attempt):
+            settle(run, context.job)
+        sys.exit(0)
+    message, host, agent = "the agent ended without an outcome; its log says why", "", None
     held = HeldNodes(run, context) if context.index == 0 else None
     try:
         # the other nodes wait for it no longer than a minute
@@ -392,11 +389,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
             raise RunError(
                 f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
             )
-        if context.index < len(attempt.hosts):
-            agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
-            agent.supervise()
-        else:
-            alone = await_end(run, context, attempt)
+        agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
+        agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"
         host = context.hosts[context.index] if isinstance(error, DeviceError) else ""
@@ -405,7 +399,7 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
             report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}", host)
     outcome = outcome_of(run, attempt.number)
     # the node with the batch script is gone, and with it who would requeue the job
-    if alone or (agent and agent.alone):
+    if agent and agent.alone:
         settle(run, context.job)
     if script:
         script.require_its_end()

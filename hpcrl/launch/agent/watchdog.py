@@ -90,13 +90,22 @@ class Neighbours:
     Args:
         needed: nodes without which the run cannot go on.
         hosts: of all nodes that Slurm starts together.
+        process: the name of this agent's process status; None: agent-<index>.
     """
 
-    def __init__(self, run: Run, attempt: int, index: int, needed: Sequence[int], hosts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        attempt: int,
+        index: int,
+        needed: Sequence[int],
+        hosts: Sequence[str],
+        process: str | None = None,
+    ) -> None:
         self._run, self._attempt, self._index, self._hosts = run, attempt, index, hosts
         self._others = {f"agent-{other}": hosts[other] for other in range(1, len(hosts))} if index == 0 else {}
         self._needed = {f"agent-{other}" for other in needed}
-        self._status = StatusWriter(run, f"agent-{index}", attempt)
+        self._status = StatusWriter(run, process or f"agent-{index}", attempt)
         self._clock, self._probed, self._answered = SuspendAwareClock(_LONGEST_PAUSE_S), 0.0, None
         self._seen_statuses: dict[str, tuple[float, float]] = {}  # renewed by the other's clock, seen by ours
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.adopt_jobs import adopt
-from hpcrl.launch.manage.state import Requests, RunState, state_of
+from hpcrl.launch.manage.state import Requests, RunState, is_held, state_of
 from hpcrl.launch.manage.users import is_folder, owner_of, user_name
 from hpcrl.launch.requeue.requests import requests_of
 from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_job, local_state, queue
@@ -159,15 +159,15 @@ def _states(runs: Sequence[Run], patience_s: float, listed: bool = False) -> lis
 
 
 def _run_itself(run: Run, requests: Requests) -> tuple[str, JobState]:
-    """Return the job that is the run, of those that were submitted for it: what runs, else what waits and has run last, else what waits."""
+    """Return the job that is the run, of those that were submitted for it: what runs, else of those that wait, what is not held, and has run last."""
     last = None
     if len(requests) > 1:
         with suppress(RunError, OSError):  # damaged, which the state tells
             last = next((attempt.job_id for attempt in reversed(read_attempts(run))), None)
 
-    def rank(job: tuple[str, JobState]) -> tuple[bool, bool, bool]:
+    def rank(job: tuple[str, JobState]) -> tuple[bool, bool, bool, bool]:
         name, state = job
-        return state.active and not state.waiting, state.active, name == last
+        return state.active and not state.waiting, state.active, not is_held(state), name == last
 
     return max(requests.values(), key=rank, default=("", GONE))
 

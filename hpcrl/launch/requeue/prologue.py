@@ -78,6 +78,8 @@ def over(run: Run, start: str) -> str | None:
     """Return why a run that this start has claimed needs no further attempt, or None."""
     if before := ended_before(run, start):
         return f"{before.kind}: {before.message}"
+    if start.rpartition(".")[0] not in recorded_requests(run).values():
+        return None  # of a submission that is about to be recorded, for which the attempts so far decide nothing
     attempt = current_attempt(run)
     if attempt is None:
         return None

@@ -20,17 +20,18 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
 from hpcrl.config.sections.slurm import UploadJobConfig
 from hpcrl.config.sizes import sizes_in
-from hpcrl.errors import DataError, SubmitError
+from hpcrl.errors import ConfigError, DataError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_layouts, nodes_of, usable_layouts
-from hpcrl.launch.nodes import make_plan, needed_nodes
+from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
 from hpcrl.launch.requeue.requeue import BATCH_SHELL
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
 from hpcrl.launch.submit.models import rank_problems
+from hpcrl.launch.submit.sweep import ONE_SCRIPT
 from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
@@ -65,6 +66,11 @@ class Element:
         raise DataError("\n".join(["no layout of the run works", *describe_layouts(self.every_layout)]))
 
     @property
+    def plans(self) -> list[list[Node]]:
+        """Nodes of each of them."""
+        return [make_plan(self.config.at(layout.sizes)) for layout in self.layouts]
+
+    @property
     def planned(self) -> Config:
         """Configuration of the largest of them."""
         return self.config.at(self.layouts[-1].sizes)
@@ -85,6 +91,22 @@ class Submission:
     @property
     def runs(self) -> list[Run]:
         return [Run(self.folder.parent.parent / element.name) for element in self.elements]
+
+    @property
+    def layouts(self) -> list[AttemptLayout]:
+        """Layouts of every run, the fewest nodes first. Raises ConfigError where those of two runs have different nodes."""
+        first = self.elements[0]
+        for index, element in enumerate(self.elements[1:], 1):
+            if element.plans != first.plans:
+                own, others = (", ".join(str(layout.nodes) for layout in one.layouts) for one in (element, first))
+                where = f"element {index} ({' '.join(element.overrides)}): works on {own} nodes, element 0 on {others}"
+                raise ConfigError(f"{where}; {ONE_SCRIPT}")
+        return first.layouts
+
+    @property
+    def planned(self) -> Config:
+        """Configuration of the first run, for the largest of them: the batch script is made from it."""
+        return self.elements[0].config.at(self.layouts[-1].sizes)
 
     @property
     def element_list(self) -> Path:
@@ -133,7 +155,7 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
 
 def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
     """Return the executor of each request, whose job array runs this submission, by its name; the only one has none."""
-    slurm, layouts = submission.elements[0].config.slurm, submission.elements[0].layouts
+    slurm, layouts = submission.elements[0].config.slurm, submission.layouts
     if not slurm.requests:
         return {"": _slurm_executor(submission, slurm, "", layouts)}
     return {
@@ -310,7 +332,7 @@ def _executor(
 
 def local_executor(submission: Submission) -> submitit.LocalExecutor:
     """Return the executor that runs the same agents as processes of this machine, one per node of the plan."""
-    config = submission.elements[0].planned
+    config = submission.planned
     plan = make_plan(config)
     gpus = sum(node.gpus for node in plan)
     python = shlex.quote(config.slurm.python or sys.executable)
@@ -349,7 +371,7 @@ def uploads_by_job(config: Config) -> bool:
 
 def batch_scripts(submission: Submission) -> dict[str, str]:
     """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools and upload where it has them."""
-    first, run = submission.elements[0].planned, submission.runs[0]
+    first, run = submission.planned, submission.runs[0]
     executors = {
         f"batch script of request {name}" if name else "batch script": (executor, len(submission.elements))
         for name, executor in slurm_executors(submission).items()

@@ -251,7 +251,7 @@ def _submit(submission: Submission, local: bool) -> list[Run]:
 def launch(submission: Submission, local: bool) -> None:
     """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
-    runs, config = submission.runs, submission.elements[0].planned
+    runs, config = submission.runs, submission.planned
     if local:
         _require_local(submission)
     else:
@@ -297,7 +297,7 @@ def launch(submission: Submission, local: bool) -> None:
 
 def _require_local(submission: Submission) -> None:
     """Raise SubmitError where a submission needs jobs of Slurm, or packages that this environment lacks."""
-    config = submission.elements[0].planned
+    config = submission.planned
     pools = [each for element in submission.elements for each in elastic_pools(element.planned)]
     if pools:
         raise SubmitError(

@@ -20,10 +20,11 @@ from hpcrl.text import NotUtf8Error, utf8
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_WORD = 16
 _LONGEST_NAME = 80
-_ONE_SCRIPT = (
+ONE_SCRIPT = (
     "the elements of a job array share one batch script, so a sweep cannot vary the slurm section or the number of nodes; "
     "submit such runs one by one"
 )
+"""Why an element cannot be in the job array of the first one."""
 
 
 def _split(values: str) -> list[str]:
@@ -155,7 +156,7 @@ def _misfits(configs: dict[int, Config]) -> Iterator[tuple[int, str]]:
         if config.trainer.project_name != first.trainer.project_name:
             yield index, "a sweep cannot vary trainer.project_name: its runs lie side by side"
         if config.slurm != first.slurm or _plans(config) != _plans(first):
-            yield index, _ONE_SCRIPT
+            yield index, ONE_SCRIPT
         if (config.trainer.resume_mode == "none") != (first.trainer.resume_mode == "none"):
             yield index, "a sweep cannot vary whether its runs are requeued (trainer.resume_mode=none)"
         other = seen.setdefault(config.to_toml(), index)

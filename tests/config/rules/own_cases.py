@@ -450,6 +450,12 @@ OURS = [
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 10, "slurm.requests": {"a": {"time_minutes": 20}}},
     ),
     Case(
+        "a time limit that a request inherits leaves time to save",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 5, "slurm.requests": {"a": {"time_minutes": 20}, "b": {}}},
+        "slurm.signal_seconds", "at most half of slurm.time_minutes (150 s), found 200",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 5, "slurm.requests": {"a": {"time_minutes": 20}}},
+    ),
+    Case(
         "requests have as many GPUs on each node",
         {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": "a100:4"}}},
         "slurm.requests.a.gpus_per_node", "expected a type with 8 GPUs, as slurm.gpus_per_node, found 'a100:4'",

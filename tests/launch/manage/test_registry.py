@@ -50,6 +50,8 @@ LARGE, SMALL = "7_0|{}|{}|{}|", "8_0|{}|{}|{}|"
     ("large", "small", "kind", "job"),
     [
         (("PENDING", "N/A", "Priority"), ("PENDING", "N/A", "Priority"), "pending", "7_0"),
+        (("PENDING", "N/A", "JobHeldUser"), ("PENDING", "N/A", "Priority"), "pending", "8_0"),
+        (("REQUEUE_HOLD", "N/A", "None"), ("PENDING", "N/A", "JobHeldAdmin"), "held", "7_0"),
         (("PENDING", "N/A", "Dependency"), ("RUNNING", PAST, "None"), "starting", "8_0"),
         (("RUNNING", PAST, "None"), ("PENDING", "N/A", "Dependency"), "starting", "7_0"),
         (None, ("PENDING", "N/A", "Priority"), "pending", "8_0"),

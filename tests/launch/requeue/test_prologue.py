@@ -145,6 +145,12 @@ def test_an_attempt_of_an_earlier_submission_decides_nothing(run: Run) -> None:
     assert over(run, "7_0.0") is None, "it was resumed with a later end"
 
 
+def test_a_resumed_run_is_not_over_by_the_record_of_its_earlier_submission(run: Run) -> None:
+    open_attempt(run, "7_0.0", ["n1"])
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    assert over(run, "9_0.0") is None, "`hpcrl resume` has yet to record job 9_0"
+
+
 def test_a_run_that_was_cancelled_in_the_queue_or_while_its_job_was_killed_is_over(run: Run) -> None:
     open_attempt(run, "8_0.0", ["n1"])
     ask_to_stop(run, 1, "cancelled")
