@@ -13,7 +13,7 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import Event
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.timeline import Timeline
+from hpcrl.observe.timeline import ASLEEP, Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
@@ -57,8 +57,10 @@ def serve(
     start_s = config.generator.inference_engine.start_timeout_seconds
     copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
     shared = config.shares_gpus(replica)
-    if shared and not has_lease(run, attempt, f"rollout-{replica}", status):
-        return
+    if shared:
+        with timeline.during(ASLEEP) if config.trainer.placement.lend else nullcontext():
+            if not has_lease(run, attempt, f"rollout-{replica}", status):
+                return
     with ExitStack() as stack:
         log = run.log(attempt, f"engine-{replica}")
         engine = stack.enter_context(launched(run, config, log, replica, attempt=attempt))

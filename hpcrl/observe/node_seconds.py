@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, KINDS, LOAD, Span
+from hpcrl.observe.timeline import ABSENT, ASLEEP, ENVIRONMENT, FIRST_RANK, IDLE, KINDS, LOAD, Span
 from hpcrl.observe.waiting import (
     BATCH,
     CHECKPOINTS,
@@ -63,6 +63,7 @@ class Held:
         start, end: Unix time.
         devices: the processes on each device; of two the first is a trainer rank, which takes turns with the other.
         after: use of its time once its processes have ended.
+        lends: as of `AllocatedNode`: a sleeping replica waits for nothing, and the rank's own wait counts.
     """
 
     attempt: int
@@ -71,6 +72,7 @@ class Held:
     end: float
     devices: Sequence[Sequence[str]]
     after: Use
+    lends: bool = False
 
 
 _Key = tuple[int, str, float, str, str, Use]
@@ -95,7 +97,9 @@ class _Device:
         state = states[shown]
         whose = shown.partition("-")[0]
         if len(self.processes) > 1 and state in (BATCH, ABSENT):
-            whose, state = (_TURNS if state == BATCH else _REPLICA), states[self.processes[1]]
+            other = states[self.processes[1]]
+            if not (self.node.lends and other in (ASLEEP, LOAD, ABSENT)):
+                whose, state = (_TURNS if state == BATCH else _REPLICA), other
         self.begun |= state != ABSENT
         if self.node.role == LEFT_OVER:
             return (self.node.attempt, LEFT_OVER, 1.0, "", ABSENT, (IDLE_NODES, LEFT_OVER))

@@ -36,6 +36,8 @@ LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
 """Phases of more than one role. A process is absent before its first span and after its last one."""
 ENVIRONMENT = "environment"
 """Phase of a replica whose groups all wait for environments or rewards: its engine has no request."""
+ASLEEP = "asleep"
+"""Phase of a replica whose engine has no lease of the GPUs that it shares with a trainer rank."""
 
 KINDS = {
     "generate": ("generate",),
@@ -45,7 +47,7 @@ KINDS = {
         "update_ref_with_policy",
     ),
     "publish": ("sync_weights", "fetch_weights"),
-    "colocation": ("asleep", "offload", "onload"),
+    "colocation": (ASLEEP, "offload", "onload"),
     "pause": ("update_weights",),
     "checkpoint": ("save_checkpoints", "save_hf_model", "dump_data_batch"),
     "evaluate": ("eval", "evaluate"),

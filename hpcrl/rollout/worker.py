@@ -36,7 +36,7 @@ from hpcrl.envs.rewards.response import truth_text
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.faults import fault
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.timeline import ENVIRONMENT, IDLE, Timeline
+from hpcrl.observe.timeline import ASLEEP, ENVIRONMENT, IDLE, Timeline
 from hpcrl.rollout.engine_lease import EngineLease
 from hpcrl.rollout.engines.base import Drafts, Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
@@ -58,7 +58,7 @@ from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work
 
 _LOAD_S = 1.0
-_TAKES_IN, _ASLEEP = "update_weights", "asleep"
+_TAKES_IN = "update_weights"
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Worker:
 
     async def _rest(self) -> None:
         """Put the engine to sleep, give the lease back, and return when it is granted again: `_update` then wakes the engine."""
-        began, self._updating = time.monotonic(), _ASLEEP
+        began, self._updating = time.monotonic(), ASLEEP
         self._note_phase()
         fault("lease.recalled")
         if not self._engine.asleep:  # recalled before it woke
@@ -476,7 +476,7 @@ class Worker:
     def _tell_state(self) -> str:
         running, version = len(self._flight), self._engine.version
         awake = f"generating {running} groups" if running else f"ready v{version}"
-        state = _ASLEEP if self._engine.asleep else awake
+        state = ASLEEP if self._engine.asleep else awake
         self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
         return state
 

@@ -37,11 +37,13 @@ class AllocatedNode:
         role: trainer, rollout, reward or scorer; `LEFT_OVER` where the layout of the attempt has no use for the node.
         devices: of each device the processes that use it, by the names of their timelines; equal shares of the node. The first rank of a
             model stands for all of its ranks.
+        lends: the second process of a device has it only while the first one waits long enough (trainer.placement.lend).
     """
 
     host: str
     role: str
     devices: list[list[str]]
+    lends: bool = False
 
 
 @dataclass(frozen=True)

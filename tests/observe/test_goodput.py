@@ -112,6 +112,15 @@ def test_a_node_with_turns_counts_the_replica_while_the_rank_waits_for_its_batch
     }  # fmt: skip
 
 
+def test_a_rank_that_lends_waits_for_samples_while_the_replica_sleeps() -> None:
+    rank: Phases = [(BATCH, 8), ("policy_train", 2)]
+    replica: Phases = [("asleep", 3), ("load", 1), ("generate", 3), ("asleep", 3)]
+    spans = {"rank-0": spans_of("rank-0", rank, step=1), "rollout-1": spans_of("rollout-1", replica)}
+    spans["rollout-0"] = spans_of("rollout-0", [("generate", 10)])
+    found = node_seconds([Held(1, "trainer", 0, 10, [["rank-0", "rollout-1"]], AFTER, lends=True)], spans, {}, {})
+    assert rounded(found[1, "trainer"]) == {("waiting", "samples"): 5, ("generation", ""): 3, ("training", ""): 2}
+
+
 def test_a_node_that_the_layout_has_no_use_for_is_idle() -> None:
     found = node_seconds([Held(1, LEFT_OVER, 0, 9, [], AFTER)], {}, {}, {})
     assert rounded(found[1, LEFT_OVER]) == {("idle", LEFT_OVER): 9}

@@ -95,7 +95,7 @@ class NodeAgent:
         plan = make_plan(config)
         self._node = node or plan[context.index]
         if held:
-            held.assign([node] if node else plan)
+            held.assign([node] if node else plan, lends=config.trainer.placement.lend)
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
         self._parts = ScorerParts(run, attempt.number, self._node, self._processes)

@@ -26,9 +26,9 @@ class HeldNodes:
         self._record = new_allocation(run, context.job, nodes, pool=pool)
         self._write()
 
-    def assign(self, nodes: Sequence[Node]) -> None:
+    def assign(self, nodes: Sequence[Node], *, lends: bool) -> None:
         """Record what the nodes do, in their order; those that the layout has no use for are left over."""
-        known = [AllocatedNode(host, n.role, n.devices) for host, n in zip(self._hosts, nodes, strict=False)]
+        known = [AllocatedNode(host, n.role, n.devices, lends) for host, n in zip(self._hosts, nodes, strict=False)]
         known += [AllocatedNode(host, LEFT_OVER, []) for host in self._hosts[len(nodes) :]]
         self._record = replace(self._record, nodes=[asdict(node) for node in known])
         self._write()
