@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,23 +45,27 @@ def memory_problems(configs: Sequence[Config]) -> list[str]:
 def memory_problems_apart(configs: Sequence[Config]) -> list[str]:
     """Return `memory_problems` from a process of its own: one that has read a tokenizer has transformers without torch.
 
-    Where that process fails, no layout counts as too large, and the standard error says so.
+    Where that process fails, no layout counts as too large, and the standard error says so. Runs of a sweep that differ by their seed share one
+    process.
     """
+    return _problems_apart(json.dumps([config.with_overrides(["trainer.seed=0"]).to_toml() for config in configs]))
+
+
+@cache
+def _problems_apart(texts: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.planning.layouts"],
-        input=json.dumps([config.to_toml() for config in configs]),
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "hpcrl.planning.layouts"], input=texts, stdout=subprocess.PIPE, text=True
     )
+    count = len(json.loads(texts))
     try:
         problems = json.loads(done.stdout)
-        if done.returncode == 0 and len(problems) == len(configs):
+        if done.returncode == 0 and len(problems) == count:
             return problems
     except ValueError:  # a module of config_class may write past sys.stdout
         pass
     shown = f"exit status {done.returncode}, output {done.stdout[-200:]!r}"
     print(f"hpcrl: whether ranks have enough memory was not checked: {shown}", file=sys.stderr)
-    return [""] * len(configs)
+    return [""] * count
 
 
 def _missing(config: Config, models: Mapping[str, Shapes]) -> Iterator[str]:
