@@ -85,7 +85,19 @@ def whole_lines(path: Path) -> list[tuple[str, bytes]]:
 
 def _is_cut_off(line: bytes) -> bool:
     """Return whether it is no more than the beginning of a record, or nothing."""
-    return not line.strip() or (line[:1] == b"{" and line[-1:] != b"}" and not _BEFORE_END.search(line))
+    if line[:1] != b"{" or _BEFORE_END.search(line):
+        return not line.strip()
+    return line[-1:] != b"}" or _ends_too_early(line)
+
+
+def _ends_too_early(line: bytes) -> bool:
+    """Return whether JSON goes on behind the line: it may end with a record inside of the record."""
+    text = line.decode(errors="replace")
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.pos >= len(text)
+    return False
 
 
 def parse_line(place: str, line: bytes, remedy: str) -> Any:
