@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.cli.main import COMMANDS, _parsers, main
+from hpcrl.cli.main import _MODULES, COMMANDS, _parsers, main
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from tests.cli.test_status import root as root
@@ -45,7 +45,7 @@ def test_bash_completes(line: str, words: list[str], tmp_path: Path) -> None:
 
 
 def test_the_page_lists_the_commands_that_print_json() -> None:
-    _, commands = _parsers(lambda _: True)
+    _, commands = _parsers(_MODULES, _MODULES)
     nested = {"": commands}
     for name, command in commands.items():
         nested[f"{name} "] = next(

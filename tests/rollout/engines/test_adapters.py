@@ -116,7 +116,10 @@ def versions(models: list[Path], request: pytest.FixtureRequest) -> list[Publish
     ]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("vllm", marks=pytest.mark.faults_slow), "transformers"])
+VLLM = pytest.param("vllm", marks=pytest.mark.faults_slow)
+
+
+@pytest.fixture(scope="module", params=[VLLM, "transformers"])
 def launched(
     request: pytest.FixtureRequest, models: list[Path], token_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Launched]:
@@ -247,13 +250,12 @@ def test_old_and_new_versions_answer_side_by_side(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("launched", [VLLM], indirect=True)
 def test_a_worker_evaluates_a_version_beside_the_newest(
     launched: Launched, models: list[Path], versions: list[PublishedWeights], tmp_path: Path
 ) -> None:
     """Also one that its engine has never had; the update in between waits for no row."""
     old, first, newest = (weights.version for weights in versions)
-    if type(launched).__name__ != "Server":
-        pytest.skip("the embedded engine holds one version")
     run = Run(tmp_path / RUN_NAME)
     write_text(run.token, TOKEN + "\n", mode=0o600)
     for version in (old, first, newest):
