@@ -47,7 +47,7 @@ def read_claim(run: Run) -> RunClaim:
 
 
 def claim(run: Run, start: str | None, after: RunClaim) -> bool:
-    """RunClaim a run for a start, or with None give it back, unless there is a later claim than `after`; return whether that was done."""
+    """Claim a run for a start, or with None give it back, unless there is a later claim than `after`; return whether that was done."""
     target = run.claims / f"{after.number + 1:06d}.json"
     beside = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}")
     write_text(beside, with_checksum({"start": start})[0])
