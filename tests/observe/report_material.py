@@ -53,10 +53,12 @@ def write_allocations(run: Run, parts: list[tuple[int, int, range]], started: fl
     """Write a trainer node and a rollout node for each attempt, from two seconds before its first step to its last."""
     devices = {"trainer": [["rank-0"]], "rollout": [[f"rollout-{number}"] for number in range(replicas)]}
     nodes = [{"host": "n1", "role": role, "devices": own} for role, own in devices.items()]
+    queued = started - 20
     for attempt, resume, steps in parts:
         start, job = started + 10 + 2 * resume, f"1.{attempt - 1}"
         until = start + 2 + 2 * len(steps)
-        own = Allocation(job, start, until, over=True, queued=start - 30, nodes=nodes)
+        own = Allocation(job, start, until, over=True, queued=queued, nodes=nodes)
+        queued = until
         write_json(run.allocation(job), asdict(own))
 
 

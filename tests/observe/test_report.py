@@ -193,7 +193,7 @@ def test_the_first_screen_says_what_is_trained_and_how_well(run: Run) -> None:
 def test_what_the_nodes_did_adds_up(run: Run) -> None:
     found = content_of(run, no_decoder)["goodput"]
     assert sum(share for _, share, _ in found["uses"]) == pytest.approx(1)
-    assert found["queued"] == 60
+    assert found["queued"] == 30
     assert {name for name, *_ in found["uses"]} == {"training", "generation", "starting", "waiting", "lost", "idle"}
 
 
