@@ -88,7 +88,11 @@ def test_unfinished_samples_go_on_in_the_next_turn(place: Path, backend: str, mo
     """Their tokens have the versions that chose them, and all are trained within the staleness bound, each group once."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     lengths = importlib.import_module("turns").uneven(place)
-    settings = [f"generator.inference_engine.backend={backend}", "trainer.fully_async.max_staleness_steps=1"]
+    settings = [
+        f"generator.inference_engine.backend={backend}",
+        "trainer.fully_async.max_staleness_steps=1",
+        "trainer.ckpt_interval=6",
+    ]
     run = submit(place, "asynchronous", *KEPT, COLOCATED, "trainer.max_steps=6", *lengths, *settings)
     assert finish(run, 1, 600) == "done", logs_of(run)
     assert_in_turns(run)
