@@ -66,7 +66,7 @@ def build_schedule(config: Config, steps: int) -> Schedule:
         ),
         baselines=algorithm.needs_baselines,
         colocated=trainer.placement.colocate_all,
-        lent=tuple(f"rollout-{replica}" for replica in config.lent_replicas),
+        lent=tuple(map(worker_name, config.lent_replicas)),
         engines_begin_with_model=config.engines_begin_with_model,
         min_replicas=MinReplicas(
             least=slurm.min_replicas if config.has_engines else 0,

@@ -18,6 +18,7 @@ from typing import Any
 from hpcrl.errors import RunError
 from hpcrl.rundir.commit import children, write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import job_of
 from hpcrl.rundir.records import as_record, damaged, is_time, read_object, with_checksum
 
 RENEW_S = 30.0
@@ -129,13 +130,9 @@ def end_allocation(run: Run, job: str, *, pool: bool = False) -> None:
 def _queued(run: Run, job: str) -> float:
     """Return since when a start of a job has waited; 0 where that is not known. A damaged record is not worth an attempt."""
     try:
-        before = [one.until for one in read_allocations(run) if _job_id(one.job) == _job_id(job) and one.job != job]
+        before = [one.until for one in read_allocations(run) if job_of(one.job) == job_of(job) and one.job != job]
         record = read_object(run.submission, "") or {}
     except (RunError, OSError):
         return 0.0
     submitted = record.get("submitted")
     return max(before, default=submitted if is_time(submitted) else 0.0)
-
-
-def _job_id(job: str) -> str:
-    return job.rpartition(".")[0] or job

@@ -59,7 +59,12 @@ class Attempt:
     @property
     def job_id(self) -> str:
         """The job of which this is a start."""
-        return self.job.rpartition(".")[0] or self.job
+        return job_of(self.job)
+
+
+def job_of(start: str) -> str:
+    """Return the job whose start has this key."""
+    return start.rpartition(".")[0] or start
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.requeue.policy import requeue_decision
 from hpcrl.launch.requeue.requests import requests_of
-from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
+from hpcrl.launch.requeue.requeue import SOON, outlive_the_job, requeue_this_job, start_name
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.commit import read_json
@@ -71,7 +71,7 @@ def main(run: Run, status: int) -> int:
     outlive_the_job()
     if run.config.is_file():
         with suppress(OSError, RunError):  # an account is not worth an element
-            end_allocation(run, f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}", pool=True)
+            end_allocation(run, start_name(), pool=True)
     killed = status >= _SIGNALLED
     if status != AGAIN and not killed:
         return status

@@ -29,7 +29,7 @@ from hpcrl.launch.requeue.requeue import (
 from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, find_job, queue
 from hpcrl.rundir.claims import claim, read_claim
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import find_attempt, outcome_of
+from hpcrl.rundir.ledger import find_attempt, job_of, outcome_of
 from hpcrl.runtime.signals import stop_asked
 
 NOTHING_TO_DO = 3
@@ -44,10 +44,10 @@ def take(run: Run, start: str) -> str | None:
 
     The claim of a job that has no processes any more counts no longer. An attempt that saves and stops is waited for.
     """
-    own, deadline = start.rpartition(".")[0], time.monotonic() + _LEAVING_S
+    own, deadline = job_of(start), time.monotonic() + _LEAVING_S
     while True:
         newest = read_claim(run)
-        owner = (newest.start or "").rpartition(".")[0]
+        owner = job_of(newest.start or "")
         state = _state(owner) if newest.start and owner != own else GONE
         if state.known and (state.waiting or not state.active):
             if newest.start == start or claim(run, start, newest):
@@ -78,7 +78,7 @@ def over(run: Run, start: str) -> str | None:
     """Return why a run that this start has claimed needs no further attempt, or None."""
     if before := ended_before(run, start):
         return f"{before.kind}: {before.message}"
-    if start.rpartition(".")[0] not in recorded_requests(run).values():
+    if job_of(start) not in recorded_requests(run).values():
         return None  # of a submission that is about to be recorded, for which the attempts so far decide nothing
     attempt = current_attempt(run)
     if attempt is None:
