@@ -1,10 +1,9 @@
 """A run among the jobs of a busy cluster, in virtual time: hours from submission to the last step, goodput and node hours.
 
-    python benchmarks/replay_cluster.py [--nodes 64 | --swf FILE] [--load 0.8] [--size 16] [--steps 500] [--preempt-minutes M] [--seeds 15]
+    python benchmarks/replay_cluster.py [--nodes 64 | --swf FILE] [--load 0.8] [--size 16] [--steps 240] [--preempt-minutes M] [--seeds 15]
 
-Compared are a fixed size, ranges, two requests, and growth, of a recipe with one replica on each node of engines. The product decides which layout
-an attempt takes (hpcrl/launch/layouts.py), whether the run is requeued, which request yields, and when it grows (hpcrl/launch/requeue). Slurm is a
-queue by time of arrival with EASY backfill; a job that is requeued, or released, arrives then.
+The product decides which layout an attempt takes (hpcrl/launch/layouts.py), whether the run is requeued, which request yields, and when it grows
+(hpcrl/launch/requeue). Slurm is a queue by time of arrival with EASY backfill; a job that is requeued, or released, arrives then.
 
 Other jobs are those of a file in the Standard Workload Format (https://www.cs.huji.ac.il/labs/parallel/workload/swf.html), or drawn: sizes, run times
 and hours of the day as in Lublin and Feitelson 2003 (J. Parallel Distrib. Comput. 63, all jobs), run time by time limit uniform as in Mu'alem and
@@ -19,13 +18,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from itertools import accumulate, count, cycle, islice, pairwise
+from itertools import count, cycle, islice, pairwise
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.config import Config
 from hpcrl.launch.layouts import AttemptLayout, all_layouts, layout_for, usable_layouts
@@ -42,17 +41,16 @@ HOUR, DAY = 3600.0, 86400.0
 LIMITS_S = [minutes * 60.0 for minutes in (5, 10, 15, 30, 60, 120, 180, 240, 360, 480, 720, 1080, 1440, 2160, 2880)]
 SIZES = ("trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines")
 FAILURES_PER_NODE_S = 6.5 / (1000 * DAY)
-FILLED_S = 5 * DAY
-"""The run is submitted once the cluster has filled."""
-SOON_S, REQUEUED_S = float(SOON.removeprefix("now+")), 120.0
-"""When a requeued job may start again: an interrupted one, and where nothing sets the time."""
+FILLED_S = 5 * DAY  # the run comes to a cluster that has filled
+SOON_S, REQUEUED_S = (
+    float(SOON.removeprefix("now+")),
+    120.0,
+)  # a requeued job waits Slurm's two minutes unless it was interrupted
 LOOK_S, GROWS_EVERY_S = 300.0, HOUR
-TAKEN, TAKEN_S = 1, HOUR
-"""Nodes of a job that preempts the run, and for how long."""
+TAKEN, TAKEN_S = 1, HOUR  # nodes of a job that preempts the run, and for how long
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A job of a trace; times in seconds."""
 
     submitted: float
@@ -122,21 +120,13 @@ def repeated_jobs(nodes: int, jobs: Sequence[Job], load: float, seed: int) -> It
     scale = sum(job.nodes * job.seconds for job in jobs) / (load * nodes * sum(gaps))
     first, now = random.Random(seed).randrange(len(jobs)), 0.0
     for job, gap in islice(cycle(zip(jobs, gaps, strict=True)), first, None):
-        yield replace(job, submitted=now)
+        yield job._replace(submitted=now)
         now += gap * scale
 
 
 @dataclass(eq=False)
 class Request:
-    """A job in Slurm's hands.
-
-    Attributes:
-        begin: called when it has started.
-        least_limit_s: how far its time limit may be shortened so that it starts earlier.
-        queued, eligible: since when it waits, and from when on it may start.
-        held: it waits for the end of another job.
-        nodes, until: those it has, and when its time is over.
-    """
+    """A job in Slurm's hands; `least_limit_s`: how far its limit may be shortened, `held`: it waits for another job's end, `until`: of its limit."""
 
     least: int
     most: int
@@ -167,11 +157,7 @@ class Cluster:
             self.now, _, event, arguments = heappop(self._events)
             event(*arguments)
             if self._events[0][0] > self.now:
-                started = self._startable(self._queue, self._running, self._free)
-                for request, nodes, limit_s in started:
-                    self._queue.remove(request)
-                    self.give(request, nodes, limit_s)
-                for request, *_ in started:
+                for request in [*self._start()]:
                     request.begin(request)
 
     def submit(self, request: Request, after_s: float = 0.0) -> None:
@@ -189,25 +175,18 @@ class Cluster:
         self._running.remove(request)
         self._free += request.nodes
 
-    def nodes_beside(self, request: Request) -> int:
-        """Return the nodes of a job that runs with those that would start beside it now; its own alone while others wait for nodes."""
-        if any(one.eligible <= self.now and not one.held for one in self._queue):
-            return request.nodes
-        return min(request.most, request.nodes + self._free)
+    def idle(self) -> int:
+        """Return the idle nodes; 0 while a job waits for nodes."""
+        return 0 if self._waiting() else self._free
 
-    def nodes_instead(self, request: Request) -> int:
-        """Return the nodes with which a job that runs would start again at once, if it gave its own back; 0: it would wait."""
-        probe = replace(request, queued=self.now)
-        others = [one for one in self._running if one is not request]
-        started = self._startable([*self._queue, probe], others, self._free + request.nodes)
-        return next((nodes for one, nodes, _ in started if one is probe), 0)
+    def _waiting(self) -> list[Request]:
+        return [one for one in self._queue if one.eligible <= self.now and not one.held]
 
-    def _startable(self, queue: Sequence[Request], running: Sequence[Request], free: int) -> list[tuple[Request, int, float]]:  # fmt: skip
-        """Return the jobs that start now, with nodes and time limits: none delays the first one that waits."""
-        found, shadow, spare = list[tuple[Request, int, float]](), math.inf, 0
-        waiting = [one for one in queue if one.eligible <= self.now and not one.held]
-        for one in sorted(waiting, key=lambda one: one.queued):
-            nodes, limit_s = min(one.most, free), one.limit_s
+    def _start(self) -> Iterator[Request]:
+        """Yield the jobs that start now: none delays the first one that waits."""
+        shadow, spare = math.inf, 0
+        for one in sorted(self._waiting(), key=lambda one: one.queued):
+            nodes, limit_s = min(one.most, self._free), one.limit_s
             if self.now + limit_s > shadow:
                 if nodes > spare and self.now + one.least_limit_s <= shadow:
                     limit_s = shadow - self.now
@@ -215,19 +194,16 @@ class Cluster:
                     nodes = min(nodes, spare)
                     spare -= nodes if nodes >= one.least else 0
             if nodes >= one.least:
-                found.append((one, nodes, limit_s))
-                free -= nodes
+                self._queue.remove(one)
+                self.give(one, nodes, limit_s)
+                yield one
             elif shadow == math.inf:
-                ends = [(each.until, each.nodes) for each in running]
-                ends = sorted([*ends, *((self.now + limit, given) for _, given, limit in found)])
-                rooms = accumulate((freed for _, freed in ends), initial=free)
-                shadow, spare = next(
-                    (end, room)
-                    for (end, _), room in zip(ends, islice(rooms, 1, None), strict=True)
-                    if room >= one.least
-                )
-                spare -= one.least
-        return found
+                spare = self._free - one.least
+                for each in sorted(self._running, key=lambda each: each.until):
+                    spare += each.nodes
+                    if spare >= 0:
+                        shadow = each.until
+                        break
 
     def _arrive(self, job: Job | None) -> None:
         if job is not None:
@@ -239,27 +215,22 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Times:
-    """What a run takes; seconds.
+    """What a run takes; seconds, of a step those on the largest layout.
 
     Attributes:
-        steps: after which it is done.
-        step_s: of a step on the largest layout; on others in proportion to the trainer's nodes or the engines, whichever is slower.
         start_s: from the start of a job to its first step. A first start of vLLM on an H100 took 80 s (docs/gpu.md).
-        save_s: from the request to stop to the checkpoint.
-        snapshot_s: for which training waits at a checkpoint on the way.
-        preempt_s: after which an attempt is preempted; infinite: never.
-        grows: when the queue has room, as hpcrl/launch/requeue/room.py asks for it: while no other job waits.
-        past_others: it grows also while others wait, where backfill would let it.
+        preempt_s: after which an attempt is preempted.
+        grows: on idle nodes, while no other job waits, as hpcrl/launch/requeue/room.py asks.
+        takes_over: a larger request waits on while a smaller one runs, and takes the run over when it starts. hpcrl has not got this.
     """
 
-    steps: int = 500
+    steps: int = 240
     step_s: float = 60.0
     start_s: float = 80.0
     save_s: float = 20.0
-    snapshot_s: float = 2.0
     preempt_s: float = math.inf
     grows: bool = False
-    past_others: bool = False
+    takes_over: bool = False
 
 
 class RunPlay:
@@ -268,14 +239,12 @@ class RunPlay:
     Attributes:
         uses: node seconds by categories of docs/goodput.md; those of trainer and engines are both "training".
         held: start, end and nodes of each attempt.
-        ended: when it was done.
     """
 
-    def __init__(
-        self, cluster: Cluster, config: Config, layouts: Sequence[AttemptLayout], times: Times, seed: int
-    ) -> None:
-        self._cluster, self._config, self._times, self._draw = cluster, config, times, random.Random(seed)
-        self.submitted, self.ended, slurm = 0.0, 0.0, config.slurm
+    def __init__(self, cluster: Cluster, settings: Sequence[str], times: Times, seed: int) -> None:
+        self._config, layouts = planned(tuple(settings))
+        self._cluster, self._times, self._draw = cluster, times, random.Random(seed)
+        self.submitted, self.ended, slurm = 0.0, 0.0, self._config.slurm
         self.uses, self.held, self._largest = Counter[str](), list[tuple[float, float, int]](), layouts[-1]
         self._layouts = dict[Request, list[AttemptLayout]]()
         for name in slurm.requests or [""]:
@@ -286,6 +255,8 @@ class RunPlay:
             self._layouts[request] = own
         self._attempts, self._outcomes, self._steps = list[Attempt](), list[Outcome](), 0.0
         self._owner: Request | None = None
+        self._next: Request | None = None
+        self._layout = layouts[-1]
         self._stops, self._measured, self._grown = False, dict[int, float](), None
 
     def submit(self) -> None:
@@ -295,14 +266,20 @@ class RunPlay:
 
     def _begin(self, request: Request) -> None:
         now, times = self._cluster.now, self._times
-        if decide_claim(JobState("RUNNING") if self._owner else GONE, self._stops) != "claim":
+        if self._owner and times.takes_over:
+            self._stop(len(self._attempts), "interrupted")
+        decision = decide_claim(JobState("RUNNING") if self._owner else GONE, self._stops)
+        if decision == "yield":
             self._cluster.end(request)
             self._cluster.submit(request, REQUEUED_S)
+        self._next = request if decision == "wait" else None
+        if decision != "claim":
             return
         self._owner = request
         for other in self._layouts:
-            other.held = other is not request
-        layout, number = layout_for(self._layouts[request], request.nodes), len(self._attempts) + 1
+            other.held = other is not request and not (times.takes_over and other.most > request.nodes)
+        self._layout = layout = layout_for(self._layouts[request], request.nodes)
+        number = len(self._attempts) + 1
         job = [*self._layouts].index(request)
         self._attempts.append(Attempt(number, f"{job}.{number}", [f"n{n}" for n in range(layout.nodes)], now, layout.sizes))  # fmt: skip
         ends: list[tuple[float, Kind, bool]] = [
@@ -312,27 +289,25 @@ class RunPlay:
             (now + self._draw.expovariate(FAILURES_PER_NODE_S * request.nodes), "lost", False),
         ]
         moment, kind, preempted = min(ends)
-        self._cluster.at(moment, self._stop, number, layout, kind, preempted)
+        self._cluster.at(moment, self._stop, number, kind, preempted)
         if times.grows:
-            self._cluster.at(now + times.start_s + LOOK_S, self._look, number, layout)
+            self._cluster.at(now + times.start_s + LOOK_S, self._look, number)
 
     def _step_s(self, layout: AttemptLayout) -> float:
-        """Return the seconds of a step, with its share of a checkpoint."""
-        slower = max((most / layout.sizes[path] for path, most in self._largest.sizes.items()), default=1.0)
-        return self._times.step_s * slower + self._times.snapshot_s / self._config.trainer.ckpt_interval
+        slower = [most / layout.sizes[path] for path, most in self._largest.sizes.items()]
+        return self._times.step_s * max(slower, default=1.0)
 
-    def _look(self, number: int, layout: AttemptLayout) -> None:
+    def _look(self, number: int) -> None:
         """Let the run grow, if the queue has room and it is worth a restart."""
-        request, now, times = self._owner, self._cluster.now, self._times
+        request, layout, now, times = self._owner, self._layout, self._cluster.now, self._times
         if request is None or self._stops or number != len(self._attempts):
             return
-        room = (self._cluster.nodes_instead if times.past_others else self._cluster.nodes_beside)(request)
-        step_s = self._step_s(layout)
+        step_s, room = self._step_s(layout), request.nodes + self._cluster.idle()
         self._measured[layout.nodes] = step_s
         growth = choose_growth(
             now=now,
             held=layout.nodes,
-            candidates=[layout_for(self._layouts[request], room).nodes] if room else [],
+            candidates=[layout_for(self._layouts[request], room).nodes],
             restart_s=times.save_s + SOON_S + times.start_s,
             step_s=self._measured,
             steps_left=times.steps - self._steps - (now - self._attempts[-1].started - times.start_s) / step_s,
@@ -342,13 +317,13 @@ class RunPlay:
         )
         if growth:
             self._grown = now
-            self._stop(number, layout, "interrupted", False)
+            self._stop(number, "interrupted")
         else:
-            self._cluster.at(now + LOOK_S, self._look, number, layout)
+            self._cluster.at(now + LOOK_S, self._look, number)
 
-    def _stop(self, number: int, layout: AttemptLayout, kind: Kind, preempted: bool) -> None:
+    def _stop(self, number: int, kind: Kind, preempted: bool = False) -> None:
         """End training: count what the attempt made, and save if there is time."""
-        request, times, trainer = self._owner, self._times, self._config.trainer
+        request, layout, times, trainer = self._owner, self._layout, self._times, self._config.trainer
         if request is None or self._stops or number != len(self._attempts):
             return
         self._stops, step_s = True, self._step_s(layout)
@@ -361,7 +336,7 @@ class RunPlay:
         spent = {
             "training": kept * times.step_s * self._largest.nodes,
             "starting": min(times.start_s, held_s - save_s) * layout.nodes,
-            "saving": (save_s + kept * times.snapshot_s / trainer.ckpt_interval) * layout.nodes,
+            "saving": save_s * layout.nodes,
             "lost": (trained - kept) * step_s * layout.nodes,
             "idle": (request.nodes - layout.nodes) * held_s,
         }
@@ -381,7 +356,10 @@ class RunPlay:
             self.ended = now
             return
         for other in self._layouts:
-            other.held, other.queued = False, now
+            other.queued = now if other.held else other.queued
+            other.held = False
+        if self._next:
+            self._begin(self._next)
         self._cluster.submit(request, SOON_S if kind == "interrupted" else REQUEUED_S)
         if preempted:
             taken = Request(1, TAKEN, TAKEN_S, self._begin)
@@ -392,7 +370,7 @@ class RunPlay:
 def play(nodes: int, jobs: Iterator[Job], settings: Sequence[str], times: Times, seed: int) -> RunPlay:
     """Return a run that was played to its last step."""
     cluster = Cluster(nodes, jobs)
-    run = RunPlay(cluster, *planned(tuple(settings)), times, seed)
+    run = RunPlay(cluster, settings, times, seed)
     cluster.at(FILLED_S + random.Random(seed).random() * DAY, run.submit)
     cluster.play(lambda: run.ended > 0)
     return run
@@ -406,26 +384,25 @@ def planned(settings: tuple[str, ...]) -> tuple[Config, list[AttemptLayout]]:
     return config, usable_layouts(all_layouts(config))
 
 
-def kinds_of_runs(size: int) -> dict[str, tuple[tuple[str, ...], dict[str, bool]]]:
-    """Return by name the settings of the runs that are compared, `size` nodes at most, and how they grow."""
+def kinds_of_runs(size: int) -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
+    """Return by name the settings of the runs that are compared, `size` nodes at most, and times of theirs alone."""
     fixed, ranges = (tuple(f"{path}={sizes}" for path in SIZES) for sizes in (size // 2, f"1-{size // 2}"))
-    shorter = (*ranges, "slurm.time_min_minutes=60")
-    large, small = f"slurm.requests.large.nodes={size}", f"slurm.requests.small.nodes=2-{size // 2}"
+    shorter, large = (*ranges, "slurm.time_min_minutes=60"), f"slurm.requests.large.nodes={size}"
+    two = (*shorter, large, f"slurm.requests.small.nodes=2-{size // 2}")
     return {
         "fixed": (fixed, {}),
         "range": (ranges, {}),
         "range, shorter limits": (shorter, {}),
-        "two requests": ((*ranges, large, small, "slurm.requests.small.time_minutes=120"), {}),
-        "growth": (ranges, {"grows": True}),
-        "growth, shorter limits": (shorter, {"grows": True}),
-        "growth past others, shorter limits": (shorter, {"grows": True, "past_others": True}),
+        "two requests": ((*two, "slurm.requests.small.time_minutes=120"), {}),
+        "growth": (shorter, {"grows": True}),
+        "the larger takes over (not built)": (two, {"takes_over": True}),
     }
 
 
 def table(runs: Mapping[str, Sequence[RunPlay]]) -> Iterator[str]:
     """Yield a table of medians over seeds; ratios are those of the same seed."""
-    shares = ("training", "starting", "saving", "waiting", "lost", "idle")
-    yield f"| | hours to the last step | quartiles | of `fixed` | without nodes | attempts | {' | '.join(shares)} | node hours |"
+    shares = ("training", "starting", "saving", "waiting", "lost")
+    yield f"| | hours to the last step | quartiles | of `fixed` | without nodes | attempts | node hours | {' | '.join(shares)} |"
     yield "|" + "---|" * (7 + len(shares))
     hours = {name: [(run.ended - run.submitted) / HOUR for run in plays] for name, plays in runs.items()}
     for name, plays in runs.items():
@@ -433,29 +410,37 @@ def table(runs: Mapping[str, Sequence[RunPlay]]) -> Iterator[str]:
         ratio = median(own / fixed for own, fixed in zip(hours[name], hours["fixed"], strict=True))
         held = [sum(end - start for start, end, _ in run.held) / HOUR for run in plays]
         queued = median(all_of - own for all_of, own in zip(hours[name], held, strict=True))
-        cells = [f"{middle:.1f}", f"{low:.1f} to {high:.1f}", f"{ratio:.2f}", f"{queued:.1f}"]
-        cells += [f"{median(len(run.held) for run in plays):.0f}"]
-        cells += [f"{median(run.uses[what] / run.uses.total() for run in plays):.1%}" for what in shares]
-        yield f"| {name} | {' | '.join(cells)} | {median(run.uses.total() for run in plays) / HOUR:.0f} |"
+        figures = [f"{middle:.1f}", f"{low:.1f} to {high:.1f}", f"{ratio:.2f}", f"{queued:.1f}"]
+        figures += [
+            f"{median(len(run.held) for run in plays):.0f}",
+            f"{median(run.uses.total() for run in plays) / HOUR:.0f}",
+        ]
+        figures += [f"{median(run.uses[what] / run.uses.total() for run in plays):.1%}" for what in shares]
+        yield f"| {name} | {' | '.join(figures)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--swf", type=Path)
-    defaults = {"nodes": 64, "load": 0.8, "size": 16, "steps": 500, "start-seconds": 80.0, "preempt-minutes": math.inf}
-    for name, default in {**defaults, "seeds": 15}.items():
+    numbers = {
+        "nodes": 64,
+        "load": 0.8,
+        "size": 16,
+        "steps": 240,
+        "start-seconds": 80.0,
+        "preempt-minutes": math.inf,
+        "seeds": 15,
+    }
+    for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     given = parser.parse_args()
     nodes, jobs = read_swf(given.swf) if given.swf else (given.nodes, [])
     found = dict[str, list[RunPlay]]()
     for name, (settings, growth) in kinds_of_runs(given.size).items():
-        times, found[name] = (
-            Times(given.steps, start_s=given.start_seconds, preempt_s=60 * given.preempt_minutes, **growth),
-            [],
-        )
+        times = Times(given.steps, start_s=given.start_seconds, preempt_s=60 * given.preempt_minutes, **growth)
         for seed in range(given.seeds):
             trace = repeated_jobs(nodes, jobs, given.load, seed) if jobs else drawn_jobs(nodes, given.load, seed)
-            found[name].append(play(nodes, trace, settings, times, seed))
+            found.setdefault(name, []).append(play(nodes, trace, settings, times, seed))
     print(f"{given.size} of {nodes} nodes at {given.load:.0%} load, {given.steps} steps, {given.seeds} seeds")
     print("\n".join(table(found)))
 
