@@ -25,6 +25,7 @@ from hpcrl.observe.timeline import ASLEEP, Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
@@ -37,10 +38,11 @@ ASKED_TO_END = Event()
 def main(path: str) -> None:
     signal.signal(signal.SIGTERM, end)
     run, attempt, replica = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_REPLICA"])
-    heartbeat = Heartbeat(run, attempt, f"rollout-{replica}")
-    status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
+    name = worker_name(replica)
+    heartbeat = Heartbeat(run, attempt, name)
+    status = StatusWriter(run, name, attempt, heartbeat)
     status.write("starting engine")
-    with ending_told(status), closing(Timeline(run, f"rollout-{replica}", attempt)) as timeline:
+    with ending_told(status), closing(Timeline(run, name, attempt)) as timeline:
         serve(run, attempt_config(run, attempt), attempt, replica, status, heartbeat, timeline)
 
 
@@ -59,7 +61,7 @@ def serve(
     shared = config.shares_gpus(replica)
     if shared:
         with timeline.during(ASLEEP) if config.trainer.placement.lend else nullcontext():
-            if not has_lease(run, attempt, f"rollout-{replica}", status):
+            if not has_lease(run, attempt, worker_name(replica), status):
                 return
     with ExitStack() as stack:
         log = run.log(attempt, f"engine-{replica}")

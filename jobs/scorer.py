@@ -9,6 +9,7 @@ ends       with 0 when the controller says stop or on SIGTERM; with the exit cod
 
 from __future__ import annotations
 
+from hpcrl.rundir.process_names import scorer_name
 from hpcrl.runtime.signals import die_with_parent, end_process
 
 if __name__ == "__main__":
@@ -42,7 +43,7 @@ from hpcrl.trainer.scoring.worker import Judge, ScoreWorker
 def main(path: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     run, attempt, number = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_SCORER"])
-    name, first = f"scorer-{number}", os.environ["RANK"] == "0"
+    name, first = scorer_name(number), os.environ["RANK"] == "0"
     if not first:  # the others go where rank 0 goes, so that its agent watches that one
         os.environ.pop(DIRECTORY, None)
     heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import split
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.text import printable
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _lending(config: Config) -> Iterator[str]:
 
 def _evaluators(config: Config) -> Iterator[str]:
     if own := config.slurm.eval_replicas:
-        names = ", ".join(f"rollout-{number}" for number in config.evaluators)
+        names = ", ".join(worker_name(number) for number in config.evaluators)
         gpus = own * config.generator.inference_engine.gpus
         devices = f", {gpus} GPU(s)," if config.slurm.gpus else ""
         yield f"{names} only evaluate (slurm.eval_replicas):{devices} idle whenever no evaluation is open"

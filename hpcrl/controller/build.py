@@ -11,7 +11,7 @@ from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, score
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.replicas import MinReplicas, worker_name
+from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
@@ -23,6 +23,7 @@ from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, tra
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
+from hpcrl.rundir.process_names import scorer_name, worker_name
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import Prompt
 
@@ -101,7 +102,7 @@ def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
             elastic=each.pool.replicas > 0,
             what=f"{each.title}'s scorer",
             setting="slurm.min_scorers",
-            names=frozenset(f"scorer-{number}" for numbers in own for number in numbers),
+            names=frozenset(scorer_name(number) for numbers in own for number in numbers),
         )
 
 

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 
 from hpcrl.errors import RunError, UserCodeError
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import WORKER
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import FAILED, GIVEN_UP, RENEW_S, ProcessStatus, read_process_statuses
 from hpcrl.types import GroupMeta
 
 SILENCE_S = 60.0
 TICK_S = 0.5
-_PREFIX = "rollout-"
-
-
-def worker_name(replica: int) -> str:
-    return f"{_PREFIX}{replica}"
 
 
 @dataclass
@@ -138,7 +134,7 @@ class MinReplicas:
 
     def among(self, names: Iterable[str]) -> list[str]:
         """Return the processes that count here."""
-        return [name for name in names if (name.startswith(_PREFIX) if self.names is None else name in self.names)]
+        return [name for name in names if (name.startswith(WORKER) if self.names is None else name in self.names)]
 
 
 class ReplicaHealth:

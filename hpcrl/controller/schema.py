@@ -18,7 +18,7 @@ from typing import Any
 
 from hpcrl.controller.evaluation import EVAL_GROUP
 from hpcrl.controller.prompt_stream import TRAIN_GROUP
-from hpcrl.controller.replicas import worker_name
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, is_name, is_plain_text
 

@@ -13,6 +13,7 @@ from hpcrl.config.scorers import REWARD, role_of
 from hpcrl.controller.replicas import MinReplicas, WorkerRegistry
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import RunError
+from hpcrl.rundir.process_names import scorer_name
 from hpcrl.types import Batch, GroupMeta
 
 Rewards = Mapping[str, Sequence[float | None]]
@@ -55,7 +56,7 @@ class ScoreQueue:
         needed: Sequence[MinReplicas] = (),
     ) -> None:
         self._judges, self._rewards, self.needed = judges, rewards, needed
-        self._models = {f"scorer-{number}": model for number, model in enumerate(models)}
+        self._models = {scorer_name(number): model for number, model in enumerate(models)}
         self._groups = dict[str, _Scored]()
         self._at: dict[str, set[str]] = {scorer: set() for scorer in self._models}
         self._unscored: dict[str, dict[str, None]] = {model: {} for model in models}  # in the order of their ends

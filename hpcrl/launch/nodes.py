@@ -8,6 +8,7 @@ from typing import Literal
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import ScorerSet, scorer_numbers, scorer_sets, scorers_per_node
+from hpcrl.rundir.process_names import scorer_name, worker_name
 
 Role = Literal["trainer", "rollout", "reward", "scorer"]
 
@@ -66,7 +67,7 @@ class Node:
 
     def part_of_scorer(self, part: int) -> str:
         """Return the name of the process that has the ranks of this node's scorer on another one of its nodes."""
-        return f"scorer-{self.scorers[0]}-part-{part}"
+        return f"{scorer_name(self.scorers[0])}-part-{part}"
 
     @property
     def devices(self) -> list[list[str]]:
@@ -74,7 +75,7 @@ class Node:
         if self.ranks:
             beside = () if self.elsewhere else self.replicas
             rank = f"rank-{self.first_rank if self.critic else 0}"
-            return [[rank, f"rollout-{replica}"] for replica in beside] or [[rank]]
+            return [[rank, worker_name(replica)] for replica in beside] or [[rank]]
         names = {"rollout": self.replicas or self.part_of, "reward": self.services, "scorer": self.scorers}
         return [[f"{job}-{number}"] for job, own in names.items() for number in own]
 
@@ -200,7 +201,7 @@ def describe_plan(plan: list[Node]) -> list[str]:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
             if node.parts > 1:
                 each = f", {node.scorer_ranks} of its {node.parts * node.scorer_ranks} ranks"
-            names = node.workers or [f"scorer-{number}" for number in node.scorers]
+            names = node.workers or [scorer_name(number) for number in node.scorers]
             title = f" ({node.title})" if node.title else ""
             lines.append(f"node {node.index}: {', '.join(names)}{title}{each}{devices}")
     return lines

@@ -18,6 +18,7 @@ from hpcrl.observe.tuning import CALLS, GROUPS_AT_ONCE, LEAST_SHARE, TUNINGS, Me
 from hpcrl.observe.waiting import TRAINER, Wait, Waiting, waiting_of
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import WORKER, worker_name
 from hpcrl.rundir.records import read_object
 
 _LEAST_GAIN = 1.02
@@ -88,7 +89,7 @@ def advise(run: Run) -> Advised | None:
         ConfigError: its configuration is one of another version of hpcrl.
     """
     config = attempt_config(run)
-    lent = [f"rollout-{replica}" for replica in config.lent_replicas]
+    lent = [worker_name(replica) for replica in config.lent_replicas]
     waiting = waiting_of(run, colocated=config.trainer.placement.colocate_all, lent=lent)
     if waiting is None:
         return None
@@ -106,7 +107,7 @@ def advise(run: Run) -> Advised | None:
 def _means(run: Run, waiting: Waiting, names: Sequence[str]) -> dict[str, float]:
     """Return the means of metrics that are recorded together over replicas and the steps that were looked at."""
     found = defaultdict[str, list[float]](list)
-    for path in run.metrics.glob("rollout-*.jsonl"):
+    for path in run.metrics.glob(f"{WORKER}*.jsonl"):
         for record in last_records(run, path.stem, names[0], lambda _: True, waiting.last - waiting.first + 1):
             for name in names:
                 found[name].append(record.metrics[name])

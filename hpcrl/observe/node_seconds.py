@@ -25,6 +25,7 @@ from hpcrl.observe.waiting import (
     wait_of_trainer,
 )
 from hpcrl.rundir.allocations import LEFT_OVER
+from hpcrl.rundir.process_names import SCORER, WORKER
 
 TRAINED, GENERATED, SCORED, EVALUATED, SAVED = "training", "generation", "scoring", "evaluation", "saving"
 STARTING, WAITED, LOST, IDLE_NODES, UNRECORDED = "starting", "waiting", "lost", "idle", "not recorded yet"
@@ -148,7 +149,7 @@ def _sums(
             of_process[process].append(device)
     changes = [(at, process, state, None) for process, own in spans.items() for at, state in _states(own, kept)]
     changes += [(at, "", "", device) for device in devices for at in (device.node.start, device.node.end)]
-    helpers = {process for process in spans if process.startswith(("rollout-", "scorer-"))}
+    helpers = {process for process in spans if process.startswith((WORKER, SCORER))}
     states, others, active = defaultdict[str, str](lambda: ABSENT), Counter[str](), Counter[_Key]()
     sums, before = defaultdict[tuple[_Key, str, str], float](float), 0.0
     for at, process, state, device in sorted(changes, key=itemgetter(0)):

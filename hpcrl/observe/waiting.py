@@ -14,6 +14,7 @@ from itertools import takewhile, zip_longest
 from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, LOAD, Span, recent_spans
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
+from hpcrl.rundir.process_names import SCORER, WORKER
 
 TRAINER, ENGINES, GPUS = "trainer", "engines", "GPUs"
 SAMPLES, SLOWEST, ENVIRONMENTS, SCORES = "samples", "the slowest samples", "environments", "scores"
@@ -93,7 +94,7 @@ def waiting_of(run: Run, *, colocated: bool, lent: Collection[str] = ()) -> Wait
     spans = {FIRST_RANK: own}
     for path in run.timeline(number).glob("*.jsonl"):
         process = path.name.removesuffix(".jsonl").removesuffix(".old")
-        if process.startswith(("rollout-", "scorer-")) and process not in spans:
+        if process.startswith((WORKER, SCORER)) and process not in spans:
             recent = takewhile(lambda span: span.end > start, recent_spans(run, number, process))
             spans[process] = [span for span in recent if span.start < end]
     waits = _colocated(spans, start, end) if colocated else _apart(spans, start, end, lent)
@@ -182,7 +183,7 @@ def _moments(
 
 
 def _is_replica(process: str) -> bool:
-    return process.startswith("rollout-")
+    return process.startswith(WORKER)
 
 
 def _changes(spans: Mapping[str, list[Span]]) -> Iterator[tuple[float, str, str]]:

@@ -23,6 +23,7 @@ from hpcrl.planning.family import plan_family
 from hpcrl.planning.memory import Need, Shapes, peak
 from hpcrl.planning.rank_groups import rank_groups
 from hpcrl.planning.served import Served, forward_need, served, served_shapes
+from hpcrl.rundir.process_names import worker_name
 
 ROLES = {"policy": "policy", "ref": "reference", "critic": "critic"}
 
@@ -128,7 +129,7 @@ class RunPlan:
                 }
                 for pool in self.pools
             ],
-            "evaluators": [f"rollout-{number}" for number in self.config.evaluators],
+            "evaluators": [worker_name(number) for number in self.config.evaluators],
             "groups": self.groups,
             "models": models,
             "memory": memory,

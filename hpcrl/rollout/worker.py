@@ -52,6 +52,7 @@ from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_bytes
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.rundir.records import append_text
 from hpcrl.runtime.controller_client import FINISHED, ControllerClient
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
@@ -103,7 +104,7 @@ class WorkerOptions:
 
     @property
     def name(self) -> str:
-        return f"rollout-{self.replica}"
+        return worker_name(self.replica)
 
 
 async def run_worker(

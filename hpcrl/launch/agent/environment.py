@@ -11,6 +11,7 @@ from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
 from hpcrl.launch.pools import pool_of
+from hpcrl.rundir.process_names import SCORER
 from hpcrl.runtime.heartbeat import DIRECTORY
 
 _OPEN_FILES = 65536  # no more, whatever the hard limit: some programs close every number below the soft one
@@ -85,7 +86,7 @@ class Environments:
             else:
                 mine = mine[: node.ranks or node.scorer_ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
+        if (name.startswith("trainer-") and self._ordered) or (name.startswith(SCORER) and self._teacher_ordered):
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         chosen = environment.get("PYTORCH_CUDA_ALLOC_CONF")  # its former name
         if name.startswith("trainer-") and node.gpus and not chosen:

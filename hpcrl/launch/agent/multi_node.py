@@ -12,6 +12,7 @@ import signal
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import scorer_name
 from hpcrl.runtime.process_status import FAILED, StatusWriter, read_process_status
 
 _MEETING = "rendezvous"
@@ -40,11 +41,11 @@ class ScorerParts:
         self._processes.follow_scorer(self._node.follows)
         child = self._processes.children.get(self._node.follows)
         if child is None:
-            status.write(f"waiting for scorer-{self._node.scorers[0]}")
+            status.write(f"waiting for {scorer_name(self._node.scorers[0])}")
             return
         ended, meeting = child.poll(), {_MEETING: self._processes.rendezvous}
         if ended is None:
-            status.write(f"with scorer-{self._node.scorers[0]}", **meeting)
+            status.write(f"with {scorer_name(self._node.scorers[0])}", **meeting)
         elif ended:
             status.write(f"{FAILED}: {child.first_error()}", **meeting)
         else:

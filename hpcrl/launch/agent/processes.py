@@ -20,6 +20,7 @@ from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import scorer_name
 from hpcrl.runtime.numa import nodes_of_gpus
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
@@ -89,7 +90,7 @@ class NodeProcesses:
             name: as of `Node.follows`.
         """
         number = str(self._node.scorers[0])
-        meeting = read_json(self._run.rendezvous(self._attempt, f"scorer-{number}"))
+        meeting = read_json(self._run.rendezvous(self._attempt, scorer_name(number)))
         if meeting is None or meeting["number"] == self.rendezvous:
             return
         self.rendezvous = meeting["number"]
@@ -109,7 +110,7 @@ class NodeProcesses:
             place = [f"--nnodes={self._node.parts}", f"--node-rank={self._node.part}"]
             place += [f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}"]
         shared = [f"--log-dir={self._scratch.path}", "--max-restarts=0", f"--nproc-per-node={self._node.scorer_ranks}"]
-        return ["-m", "torch.distributed.run", *place, *shared, *self._binding(f"scorer-{self._node.scorers[0]}")]
+        return ["-m", "torch.distributed.run", *place, *shared, *self._binding(scorer_name(self._node.scorers[0]))]
 
     def _binding(self, process: str) -> list[str]:
         """Return the option of torchrun that binds each rank to the cores near its GPU, where it can."""

@@ -12,6 +12,7 @@ from hpcrl.observe.summary import pace_of
 from hpcrl.rundir.checkpoints import newest_of_line
 from hpcrl.rundir.commit import COMMIT
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import WORKER
 from hpcrl.runtime.process_status import LEFT, ProcessStatus
 from hpcrl.units import duration
 
@@ -105,9 +106,7 @@ def progress_of(run: Run, statuses: Sequence[ProcessStatus], ended: bool) -> Pro
     ready = [
         status
         for status in statuses
-        if status.process.startswith("rollout-")
-        and "version" in status.facts
-        and (ages[status.process] or 0) < SILENT_S
+        if status.process.startswith(WORKER) and "version" in status.facts and (ages[status.process] or 0) < SILENT_S
     ]
     known = [age for age in ages.values() if age is not None]
     return Progress(
