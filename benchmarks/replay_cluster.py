@@ -146,10 +146,10 @@ class Cluster:
     def __init__(self, nodes: int, jobs: Iterator[Job]) -> None:
         self.now, self._free, self._jobs = 0.0, nodes, jobs
         self._queue, self._running = list[Request](), list[Request]()
-        self._events, self._order = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]](), count()
+        self._events, self._order = list[tuple[float, int, Callable[..., object], tuple[Any, ...]]](), count()
         self._arrive(None)
 
-    def at(self, moment: float, event: Callable[..., None], *arguments: Any) -> None:
+    def at(self, moment: float, event: Callable[..., object], *arguments: Any) -> None:
         heappush(self._events, (moment, next(self._order), event, arguments))
 
     def play(self, over: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ from statistics import median
 
 from benchmarks.replay_cluster import HOUR, Times, drawn_jobs, kinds_of_runs, play
 
-CLUSTER, LOAD, SIZE, STEPS, SEEDS = 64, 0.8, 32, 240, 15
+CLUSTER, LOAD, SIZE, STEPS, PREEMPT_MINUTES, SEEDS = 64, 0.8, 16, 240, 30, 15
 ROWS = {
     "fixed": f"{SIZE} nodes",
     "range, shorter limits": f"a range, 2 to {SIZE} nodes",
@@ -27,7 +27,9 @@ def main() -> None:
 
 def _played(name: str, seed: int) -> float:
     settings, own = kinds_of_runs(SIZE)[name]
-    run = play(CLUSTER, drawn_jobs(CLUSTER, LOAD, seed), settings, Times(STEPS, **own), seed)
+    run = play(
+        CLUSTER, drawn_jobs(CLUSTER, LOAD, seed), settings, Times(STEPS, preempt_s=60 * PREEMPT_MINUTES, **own), seed
+    )
     return (run.ended - run.submitted) / HOUR
 
 
@@ -38,7 +40,7 @@ def _drawing(rows: Mapping[str, Sequence[float]]) -> Iterator[str]:
     yield f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {bottom + 40}" role="img" {font} fill="#111">'
     yield "  <title>Hours from submission to the last step</title>"
     yield f'  <rect width="1000" height="{bottom + 40}" rx="10" fill="#fff" stroke="#d0d0d0"/>'
-    what = f"Hours to step {STEPS} on a cluster of {CLUSTER} nodes at {LOAD:.0%} load (simulated); a dot is a run"
+    what = f"Hours to step {STEPS}, simulated: {CLUSTER} nodes at {LOAD:.0%} load, a preemption every {PREEMPT_MINUTES} minutes; a dot is a run"
     yield f'  <text x="20" y="28" font-weight="bold">{what}</text>'
     step = next(hours for hours in (1, 2, 5, 10, 20, 50) if longest / hours <= 10)
     for hours in range(0, int(longest) + 1, step):
