@@ -78,7 +78,7 @@ faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)
 
 soak: $(VENV)/installed slurm
-	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/jobs/test_growth.py
+	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/faults/test_goodput.py tests/jobs/test_growth.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/pytest -m fuzz -s tests/fuzz tests/rollout/endpoint

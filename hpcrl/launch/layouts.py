@@ -49,21 +49,31 @@ def all_layouts(config: Config, *checks: Check) -> list[AttemptLayout]:
 
 
 def usable_layouts(layouts: Sequence[AttemptLayout]) -> list[AttemptLayout]:
-    """Return one layout for each number of nodes, the fewest first. Of several that work, the one whose shares of the largest sizes differ least."""
+    """Return one layout for each number of nodes, the fewest first.
+
+    Of several that work, one that is smaller than another is left out; then the one whose shares of the largest sizes differ least is taken.
+    """
     most = {path: max(each.sizes[path] for each in layouts) for path in layouts[0].sizes}
 
     def uneven(layout: AttemptLayout) -> tuple[float, list[int]]:
         shares = [size / most[path] for path, size in layout.sizes.items()]
         return max(shares) - min(shares), [-size for size in layout.sizes.values()]
 
+    working = [layout for layout in layouts if not layout.problem]
     best = dict[int, AttemptLayout]()
-    for layout in layouts:
-        if layout.problem:
+    for layout in working:
+        if any(_is_smaller(layout, other) for other in working):  # it would leave devices of these nodes idle
             continue
         other = best.get(layout.nodes)
         if other is None or (layout.sizes and uneven(layout) < uneven(other)):
             best[layout.nodes] = layout
     return [best[nodes] for nodes in sorted(best)]
+
+
+def _is_smaller(layout: AttemptLayout, other: AttemptLayout) -> bool:
+    if layout.nodes != other.nodes or layout.sizes == other.sizes:
+        return False
+    return all(size <= other.sizes[path] for path, size in layout.sizes.items())
 
 
 def layout_for(layouts: Sequence[AttemptLayout], nodes: int) -> AttemptLayout:

@@ -51,6 +51,8 @@ def used(config: Config) -> list[tuple[int, ...]]:
         ([f"{NODES}=1-2", f"{ENGINES}=2-8", "trainer.placement.colocate_all=true",
           "trainer.placement.policy_num_gpus_per_node=4"], [(1, 1, 4), (2, 2, 8)]),
         ([f"{NODES}=2-4", "trainer.policy.sequence_parallel_size=2"], [(3, 2), (5, 4)]),
+        ([f"{NODES}=1-4", f"{ENGINES}=4-8", "slurm.replicas_per_node=4"],
+         [(2, 1, 4), (3, 2, 4), (4, 2, 8), (5, 4, 4), (6, 4, 8)]),
     ],
 )  # fmt: skip
 def test_each_number_of_nodes_has_the_layout_that_shares_them_most_evenly(

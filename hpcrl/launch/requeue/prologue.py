@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import tomli
 
@@ -48,14 +49,27 @@ def take(run: Run, start: str) -> str | None:
     while True:
         newest = read_claim(run)
         owner = job_of(newest.start or "")
-        state = _state(owner) if newest.start and owner != own else GONE
-        if state.known and (state.waiting or not state.active):
+        other = newest.start is not None and owner != own
+        decision = decide_claim(_state(owner) if other else GONE, other and _leaves(run, newest.start))
+        if decision == "claim":
             if newest.start == start or claim(run, start, newest):
                 return None
-        elif time.monotonic() > deadline or not (state.name == "COMPLETING" or _leaves(run, newest.start)):
+        elif decision == "yield" or time.monotonic() > deadline:
             return owner
         else:
             time.sleep(_LOOK_S)
+
+
+def decide_claim(owner: JobState, leaves: bool) -> Literal["claim", "yield", "wait"]:
+    """Decide what a job that has started does about its run: claim it, go back into the queue, or wait for the attempt that has it.
+
+    Args:
+        owner: state of the job that has the run; GONE where none has it.
+        leaves: that job's attempt was asked to stop, or has ended.
+    """
+    if owner.known and (owner.waiting or not owner.active):
+        return "claim"
+    return "wait" if leaves or owner.name == "COMPLETING" else "yield"
 
 
 def _state(job: str) -> JobState:

@@ -159,12 +159,12 @@ def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
     if not slurm.requests:
         return {"": _slurm_executor(submission, slurm, "", layouts)}
     return {
-        name: _slurm_executor(submission, slurm.asked_by(name), name, _layouts_of(layouts, name, one.nodes))
+        name: _slurm_executor(submission, slurm.asked_by(name), name, layouts_of_request(layouts, name, one.nodes))
         for name, one in slurm.requests.items()
     }
 
 
-def _layouts_of(layouts: Sequence[AttemptLayout], request: str, nodes: int | str | None) -> list[AttemptLayout]:
+def layouts_of_request(layouts: Sequence[AttemptLayout], request: str, nodes: int | str | None) -> list[AttemptLayout]:
     """Return the layouts for which a request asks for nodes. Raises DataError where there is none."""
     if nodes is None:
         return [*layouts]

@@ -1,0 +1,48 @@
+"""What the node of a real run did that is preempted again and again: most of its time trained, and Slurm's accounts agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.observe.goodput import account_of
+from hpcrl.rundir.ledger import read_attempts
+from tests.faults.history import assert_ended
+from tests.faults.scenario import Scenario
+from tests.faults.test_views import assert_agrees_with_sacct
+
+ATTEMPT_S = 240.0
+TURNS = {
+    "trainer.placement.colocate_all": True,
+    "generator.inference_engine.backend": "transformers",
+    "generator.on_logprob_mismatch": None,
+    "generator.n_samples_per_prompt": 8,
+    "trainer.train_batch_size": 64,
+    "trainer.policy_mini_batch_size": 32,
+    "trainer.micro_train_batch_size_per_gpu": 128,
+    "trainer.micro_forward_batch_size_per_gpu": 256,
+    "trainer.epochs": 10_000,
+    "trainer.max_steps": 100_000,
+    "trainer.ckpt_interval": 1000,
+}
+
+
+@pytest.mark.soak
+@pytest.mark.nodes(1)
+@pytest.mark.own_cluster("--accounting")
+def test_goodput_with_a_preemption_every_four_minutes(scenario: Scenario) -> None:
+    """Trainer and engine take turns on one node. A start takes seconds of both cores, so this needs a machine that does nothing else."""
+    run = scenario.submit(TURNS, stand_in=False)
+    for attempt in (1, 2, 3):
+        scenario.wait(lambda: len(read_attempts(run)) == attempt, f"attempt {attempt}", run=run)  # noqa: B023
+        scenario.pause(ATTEMPT_S)
+        scenario.preempt()
+        assert scenario.outcome(run, attempt, 40).kind == "interrupted"
+    scenario.wait(lambda: len(read_attempts(run)) == 4, "attempt 4", run=run)
+    scenario.pause(ATTEMPT_S)
+    assert scenario.hpcrl("cancel", run.name).returncode == 0
+    assert_ended(scenario, run, "cancelled")
+    account = account_of(run)
+    assert account
+    print(scenario.told("goodput", run.name))
+    assert_agrees_with_sacct(scenario, run)
+    assert account.goodput >= 0.85
