@@ -22,8 +22,8 @@ from tests.paths import ROOT
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = ROOT / ".fuzz"
 MANY = int(os.environ.get("HPCRL_FUZZ", "1000000"))
-FEW = 20_000, 3_000
-"""Messages and configurations in `make test`: some ten seconds of one processor."""
+FEW = 10_000, 1_500
+"""Messages and configurations in `make test`: some seven seconds of one processor."""
 
 
 def seed() -> str:

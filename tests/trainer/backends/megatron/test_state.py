@@ -53,7 +53,6 @@ PAIRS: dict[str, tuple[str, Engine, Engine]] = {
     "fsdp-to-pp2": ("policy", FSDP[2], (2, PP2)),
     "dp2-to-fsdp": ("untied", (2, OVERLAP), FSDP[2]),
     "fsdp-to-ep2": ("experts", FSDP[2], (2, EP2)),
-    "critic-to-tp2": ("critic", FSDP[2], (2, TP2)),
     "adapters-to-fsdp": ("adapters", (2, TP2 | CANONICAL), FSDP[2]),
 }
 MORE: dict[str, tuple[str, Engine, Engine]] = {
@@ -73,6 +72,7 @@ MORE: dict[str, tuple[str, Engine, Engine]] = {
     "ep2-to-ep2-tp2": ("experts", (2, EP2), (4, EP2 | TP2 | ETP1)),
     "mixtral-to-ep2": ("mixtral", FSDP[2], (2, EP2)),
     "shared-to-fsdp": ("shared", (2, TP2 | ETP1), FSDP[2]),
+    "critic-to-tp2": ("critic", FSDP[2], (2, TP2)),
     "critic-to-fsdp": ("critic", (2, PP2), FSDP[1]),
     "critic-adapters-to-tp2": ("critic-adapters", FSDP[1], (2, TP2 | CANONICAL)),
     "adapters-to-pp2": ("adapters", FSDP[2], (2, PP2 | CANONICAL)),
