@@ -149,6 +149,11 @@ def _config(run: Run) -> _Settings:
     return _Settings(values, settings)
 
 
+def _override(given: object) -> str:
+    path, equals, value = str(given).partition("=")
+    return f"{path}{equals}{masked(value)}"
+
+
 def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
     try:
         return {"note": "", **samples_of(run, decoder(run))}
@@ -172,7 +177,7 @@ def _environment(run: Run, attempts: list[Attempt], code: str) -> list[tuple[str
         ("code", code),
         ("checksum of configuration and code", checksum(run.checksums) if run.checksums.is_file() else "none"),
         ("executor", f"{submission.get('executor', 'not known')}, job {submission.get('job_id', 'not known')}"),
-        ("overrides", masked(" ".join(map(str, submission.get("overrides") or []))) or "none"),
+        ("overrides", " ".join(map(_override, submission.get("overrides") or [])) or "none"),
         ("hosts", ", ".join(dict.fromkeys(host for attempt in attempts for host in attempt.hosts)) or "none yet"),
     ]
     return rows + [(name, version) for name, version in versions_of(run).items()]
