@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from hpcrl.envs.tools.requests import Answer, Compressed, build_request, in_background, send
+from hpcrl.envs.tools.requests import ServiceAnswer, Compressed, build_request, in_background, send
 from hpcrl.errors import ConfigError, ServiceError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
@@ -114,7 +114,7 @@ class ToolService:
                 time.sleep(min(left, wait * random.uniform(0.5, 1.0)))  # replicas that failed together do not return so
                 wait = min(_LONGEST_WAIT_S, 2 * wait)
 
-    def _try(self, body: dict[str, Any]) -> Answer:
+    def _try(self, body: dict[str, Any]) -> ServiceAnswer:
         where = self._peer.address()
         if where is None:
             raise _NotYet("it is away")
@@ -135,7 +135,7 @@ class ToolService:
             raise _NotYet("what answers there is another: its answer is not signed with the token of the run")
         return answer
 
-    def _read(self, answer: Answer, again: Callable[[int], bool]) -> Any:
+    def _read(self, answer: ServiceAnswer, again: Callable[[int], bool]) -> Any:
         status, content, _ = answer
         said = self._hidden(content.decode(errors="replace")).strip()
         if not 200 <= status < 300:

@@ -27,7 +27,7 @@ class Compressed(Exception):
     """A service compresses its answer without a request for that: a few bytes could become gigabytes."""
 
 
-class Answer(NamedTuple):
+class ServiceAnswer(NamedTuple):
     """Answer of a service."""
 
     status: int
@@ -75,7 +75,9 @@ def build_request(method: str, url: httpx.URL, headers: dict[str, str] | None = 
     return _background().client.build_request(method, url, headers=headers, **body)
 
 
-async def send(request: httpx.Request, most_bytes: int, seconds: float | None = None, *, fresh: bool = False) -> Answer:
+async def send(
+    request: httpx.Request, most_bytes: int, seconds: float | None = None, *, fresh: bool = False
+) -> ServiceAnswer:
     """Return the answer to a request; runs in the background's event loop. Redirects are not followed.
 
     Args:
@@ -96,7 +98,7 @@ async def send(request: httpx.Request, most_bytes: int, seconds: float | None = 
         raise httpx.ConnectError(_reason(error)) from error
 
 
-async def _send(client: httpx.AsyncClient, request: httpx.Request, most_bytes: int) -> Answer:
+async def _send(client: httpx.AsyncClient, request: httpx.Request, most_bytes: int) -> ServiceAnswer:
     answer, content = await client.send(request, stream=True), bytearray()
     try:
         if (encoding := answer.headers.get("content-encoding", _PLAIN)) != _PLAIN:
@@ -105,7 +107,7 @@ async def _send(client: httpx.AsyncClient, request: httpx.Request, most_bytes: i
             content += piece
             if len(content) > most_bytes:
                 break
-        return Answer(answer.status_code, bytes(content[: most_bytes + 1]), answer.headers)
+        return ServiceAnswer(answer.status_code, bytes(content[: most_bytes + 1]), answer.headers)
     finally:
         await answer.aclose()
 
@@ -116,5 +118,6 @@ def _reason(error: BaseException) -> str:
     while found is not None:
         error = found
         found = error.__cause__ or error.__context__ or next(iter(getattr(error, "exceptions", ())), None)
-    known = isinstance(error, OSError) and error.errno is not None and not isinstance(error, socket.gaierror)
-    return os.strerror(error.errno) if known else str(error)
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
+    return str(error)
