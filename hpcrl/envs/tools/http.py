@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from hpcrl.envs.tools.requests import ServiceAnswer, Compressed, build_request, in_background, send
+from hpcrl.envs.tools.requests import Compressed, ServiceAnswer, build_request, in_background, send
 from hpcrl.errors import ConfigError, ServiceError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -118,6 +119,5 @@ def _reason(error: BaseException) -> str:
     while found is not None:
         error = found
         found = error.__cause__ or error.__context__ or next(iter(getattr(error, "exceptions", ())), None)
-    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, socket.gaierror):
-        return os.strerror(error.errno)
-    return str(error)
+    own = isinstance(error, (socket.gaierror, ssl.SSLError))  # whose numbers are not those of the system
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno and not own else str(error)
