@@ -9,13 +9,13 @@ from dataclasses import fields
 from hpcrl.config.backend import OPTIONAL, backend_of, backends, teacher_backend
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
+from hpcrl.config.secrets import name_of_secret
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig, RequestConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
-_SECRET = re.compile(r"\b(\w*(?:_KEY|APIKEY|TOKEN|SECRET|PASSWORD))=['\"]?[\w+.-]", re.IGNORECASE)  # no path
 _REQUEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)  # part of the names of jobs
 _SBATCH_NAMES = {
     "partition": "partition",
@@ -236,11 +236,11 @@ def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
         (f"{path}.extra.{name}", str(value)) for path, one in sections.items() for name, value in one.extra.items()
     ]
     for setting, line in lines:
-        if found := _SECRET.search(line):
+        if found := name_of_secret(line):
             yield Problem(
                 setting,
-                f"{found[1]} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
-                f'"export {found[1]}=$(cat FILE)" in slurm.setup',
+                f"{found} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
+                f'"export {found}=$(cat FILE)" in slurm.setup',
             )
 
 

@@ -184,7 +184,8 @@ def events(view: RunView) -> Iterator[tuple[str, str, str]]:
     """Yield the messages about a run: subject, state, and the text, which is printed when the state changes."""
     state = view.state
     if state and state.kind != "running" and not state.over:
-        yield "run", f"{state.kind} {state.job.reason}", f"{state.kind}: {view.detail}"
+        text = view.detail if view.detail.startswith(state.kind) else f"{state.kind}: {view.detail}"
+        yield "run", f"{state.kind} {state.job.reason}", text
     for row in view.live.rows if view.live else ():
         yield row.process, row.state, _numbers(view) if row.process == "trainer" else row.text
     for name, text in headline_rows(view.headline) if view.headline else ():
