@@ -20,7 +20,6 @@ from hpcrl.controller.evaluation import (
     begin_evaluation,
     can_evaluate,
     discard_after,
-    discard_rows,
     eval_is_due,
     evaluation_work,
     finished_rows,
@@ -41,7 +40,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.scores import scores
 from hpcrl.observe.timeline import IDLE, LOAD
 from hpcrl.rundir.checkpoints import samples_removed
-from hpcrl.rundir.evaluations import begun_evaluations
+from hpcrl.rundir.evaluations import begun_evaluations, give_up_evaluation
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
@@ -171,7 +170,7 @@ class Service:
         from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
             possible = version == step or (version < step and can_evaluate(self._run, version, from_model=from_model))
-            if possible and self._evaluates(version):
+            if possible and self._evaluates(version) and not self._schedule.eval_by_job:
                 history.evaluated[version] = finished_rows(self._run, version, self._eval_work(version))
         return history
 
@@ -189,10 +188,14 @@ class Service:
             return self._schedule.total_steps  # the answer to the first request got lost
         history = history or self.history(step)
         discard_after(self._run, step)
+        from_model = self._schedule.engines_begin_with_model
         for version in begun_evaluations(self._run):
-            if version not in history.evaluated:
+            possible = version == step or can_evaluate(self._run, version, from_model=from_model)
+            if self._schedule.eval_by_job and possible and self._evaluates(version):
+                self._begin_evaluation(version)
+            elif version not in history.evaluated:
                 print(f"version {version} is not evaluated any more: its weights or its prompts are gone", flush=True)
-                discard_rows(self._run, version)
+                give_up_evaluation(self._run, version)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum, self._files = history.batches, history.checksum, history.files
@@ -232,8 +235,9 @@ class Service:
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
     def _begin_evaluation(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None) -> None:
-        self._eval.begin(version, len(self._validation), evaluated)
-        begin_evaluation(self._run, version)
+        if not self._schedule.eval_by_job:
+            self._eval.begin(version, len(self._validation), evaluated)
+        begin_evaluation(self._run, version, self._attempt)
 
     def _publish(self, version: int, *, weights: bool = True) -> None:
         self._version, self._loadable = version, version if weights else self._loadable
