@@ -24,13 +24,13 @@ from hpcrl.data.cache_files import EvalRow, append_rows
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.environment import raise_open_files
 from hpcrl.observe.alerts.monitor import monitor_process
-from hpcrl.observe.metrics import EVALUATION
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.evaluations import attempt_of_evaluation, versions_of_element
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_outcome
+from hpcrl.rundir.process_names import evaluation_name
 from hpcrl.rundir.records import append_text
 from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.process_status import StatusWriter, ending_told
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 def main(path: str, element: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     raise_open_files()
-    run, attempt, name = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), f"{EVALUATION}{element}"
+    run, attempt, name = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), evaluation_name(element)
     config, status = attempt_config(run, attempt), StatusWriter(run, name, attempt)
     status.write("starting engine")
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ class WaitingVersions:
         from hpcrl.rollout.engines.watchdog import run_watched
 
         settings = self._config.generator.inference_engine
-        engine = launched.connect(replica=f"{EVALUATION}{self._element}")
+        engine = launched.connect(replica=evaluation_name(self._element))
 
         async def all_versions() -> None:
             async with self._loaded.maker()(engine) as groups:
@@ -158,7 +158,7 @@ class WaitingVersions:
 
         left = [item for item in work if item.group_id not in finished]
         await generate_rows(groups, left, generator, note)
-        process, ordered = f"{EVALUATION}{self._element}", [finished[item.group_id] for item in work]
+        process, ordered = evaluation_name(self._element), [finished[item.group_id] for item in work]
         if conclude_by_job(self._run, version, attempt, process, ordered, generator.success_reward):
             print(f"version {version} is evaluated", flush=True)
         else:

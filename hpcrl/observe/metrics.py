@@ -25,10 +25,9 @@ from typing import Any, BinaryIO, TypeVar
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import make_directory, open_file, parse_json
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import EVALUATION
 from hpcrl.rundir.space import explained
 
-EVALUATION = "evaluation-"
-"""How the names of processes begin that evaluate in a job of their own (slurm.evaluation)."""
 _ALONE = ("trainer", "controller")
 _BLOCK = 1 << 16
 _BINS = 20

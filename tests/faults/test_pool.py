@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrl.data.batch_file import batch_steps
-from hpcrl.observe.evaluations import evaluated_samples
+from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run

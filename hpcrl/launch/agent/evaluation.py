@@ -22,13 +22,13 @@ from hpcrl.launch.nodes import Node
 from hpcrl.launch.requeue.elastic import AGAIN
 from hpcrl.launch.requeue.evaluation import nothing_to_do, waiting_versions
 from hpcrl.launch.retention import end_of_run
-from hpcrl.observe.metrics import EVALUATION
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts, read_outcome
+from hpcrl.rundir.process_names import evaluation_name
 from hpcrl.runtime.scratch import Scratch
 
 _POLL_S, _GRACE_S = 0.5, 15.0
@@ -61,7 +61,7 @@ def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> i
             print("no version waits; another job may use this node", flush=True)
             break
         attempt = read_attempts(run)[-1].number
-        log_to(run.log(attempt, f"agent-{EVALUATION}{element}"))
+        log_to(run.log(attempt, f"agent-{evaluation_name(element)}"))
         require_unchanged(run)
         if status := _evaluate(run, element, attempt, context, signals):
             return status
@@ -70,7 +70,7 @@ def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> i
 
 def _evaluate(run: Run, element: int, attempt: int, context: NodeContext, signals: list[int]) -> int:
     """Run jobs/evaluation.py, again where it fails for a reason of its own; return its last exit status, 0 after a signal."""
-    config, name = attempt_config(run, attempt), f"{EVALUATION}{element}"
+    config, name = attempt_config(run, attempt), evaluation_name(element)
     restarts, scratch = Restarts(config.slurm.replica_restarts), Scratch("agent")
     command = [sys.executable, str(run.code / "jobs" / "evaluation.py"), str(run.path), str(element)]
     environment = _environment(config, attempt, context, scratch.path)

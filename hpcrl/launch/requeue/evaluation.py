@@ -2,8 +2,8 @@
 
     python -m hpcrl.launch.requeue.evaluation RUN MINUTES STATUS_OF_SRUN
 
-An element is queued again if its agent asked for that by its exit status, or was killed, as long as versions wait or may come: at once where one waits, else
-after MINUTES.
+An element is queued again if its agent asked for that by its exit status, or was killed, as long as versions wait or may come. It starts
+at once where one waits, else after MINUTES.
 """
 
 from __future__ import annotations
