@@ -220,12 +220,11 @@ def evaluation_job(config: ConfigTree) -> Iterator[Problem]:
         "slurm.eval_replicas": config.slurm.eval_replicas,
         "generator.inference_engine.remote_urls": config.generator.inference_engine.remote_urls,
         "environment.remote_reward.service.model": config.reward_services,
+        "a replica on several nodes (generator.inference_engine.tensor_parallel_size)": config.engine_nodes > 1,
     }
     for name, found in others.items():
         if found:
             yield Problem(f"{path}.when", f'does not go together with {name}; set one of them, or "never"')
-    if config.engine_nodes > 1:
-        yield Problem(f"{path}.when", "an element has one node, and an engine of this run has several; leave it out")
     limit, least = asked.time_minutes, asked.time_min_minutes
     if least is not None and least > limit:
         yield Problem(f"{path}.time_min_minutes", f"expected at most {path}.time_minutes ({limit}), found {least}")

@@ -22,6 +22,7 @@ from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.evaluations import begun_evaluations, versions_of_element
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_outcome
 
 
 def evaluation_job(run: Run) -> str | None:
@@ -44,10 +45,15 @@ def waiting_versions(run: Run, element: int) -> list[int]:
 
 
 def nothing_to_do(run: Run, array: str, element: int) -> str | None:
-    """Return why an element of the job `array` has nothing more to do, or None: a version waits for it, or may come."""
-    if why := replaced(run, array):
+    """Return why an element of the job `array` has nothing more to do, or None: a version waits for it, or may come.
+
+    What waits of a run that was cancelled is not evaluated.
+    """
+    why = replaced(run, array)
+    if why or (why := ended(run)) is None or not waiting_versions(run, element):
         return why
-    return None if waiting_versions(run, element) else ended(run)
+    outcome = read_outcome(run)
+    return why if outcome is not None and outcome.kind == "cancelled" else None
 
 
 def describe_waiting(run: Run) -> str:

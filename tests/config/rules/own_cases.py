@@ -341,23 +341,6 @@ OURS = [
         {"slurm.min_replicas": 2, f"{ENGINE}.num_engines": 2},
     ),
     Case(
-        "an evaluation job of a run that evaluates nothing",
-        {"slurm.evaluation.when": "during", "trainer.eval_interval": -1}, "slurm.evaluation.when", "has no effect where no policy is evaluated",
-        {"slurm.evaluation.when": "during", "trainer.eval_interval": 5},
-    ),
-    Case(
-        "an evaluation job beside replicas that only evaluate",
-        {"slurm.evaluation.when": "after", "slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2, "trainer.eval_interval": 5},
-        "slurm.evaluation.when", "does not go together with slurm.eval_replicas",
-        {"slurm.evaluation.when": "after", f"{ENGINE}.num_engines": 2, "trainer.eval_interval": 5},
-    ),
-    Case(
-        "the least time of an evaluation job",
-        {"slurm.evaluation.when": "after", "slurm.evaluation.time_min_minutes": 90, "trainer.eval_interval": 5},
-        "slurm.evaluation.time_min_minutes", "expected at most slurm.evaluation.time_minutes (60), found 90",
-        {"slurm.evaluation.when": "after", "slurm.evaluation.time_min_minutes": 20, "trainer.eval_interval": 5},
-    ),
-    Case(
         "replicas that only evaluate leave others",
         {"slurm.eval_replicas": 2, f"{ENGINE}.num_engines": 2}, "slurm.eval_replicas", "expected fewer than",
         {"slurm.eval_replicas": 1, f"{ENGINE}.num_engines": 2},

@@ -16,7 +16,7 @@ from hpcrl.launch.requeue.elastic import AGAIN
 from hpcrl.launch.requeue.evaluation import describe_waiting, next_start, nothing_to_do
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
 from tests.launch.agent.test_pool import GANG, POOL, gone, wait_for
 from tests.paths import QUICKSTART
 
@@ -85,6 +85,8 @@ def test_what_ends_an_element(tmp_path: Path) -> None:
     assert next_start(run, 1, 7) == "now+7minutes"
     begin_evaluation(run, 2, 1)
     assert (next_start(run, 0, 7), next_start(run, 1, 7)) == ("now+7minutes", "now+2")
+    cancel_outcome(run, 1)
+    assert "cancelled" in (nothing_to_do(run, JOB, 1) or ""), "it waits in vain"
     open_attempt(run, f"{GANG}.1", ["n1"])
     report_outcome(run, 2, "done", "finished", "agent-0")
     assert nothing_to_do(run, JOB, 0) == "finished", "the version is of the other element"
