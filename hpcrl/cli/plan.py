@@ -77,7 +77,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     """Yield what the command prints."""
     from hpcrl.launch.layouts import describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan
-    from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.pools import describe_evaluation, describe_pools
     from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.prefixes import describe_prefixes
@@ -91,6 +91,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     yield from describe_plan(plan.nodes)
     yield from _evaluators(config)
     yield from describe_pools(plan.pools, config)
+    yield from describe_evaluation(config)
     yield from describe_requests(config.slurm)
     yield from _lending(config)
     yield ""

@@ -31,7 +31,7 @@
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   evals/v000010/losses.json        of validation sets
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
-  evals/v000010/begun.json         as long as it has not: its weights, and the checkpoint of its step, stay
+  evals/v000010/begun.json         as long as it has not: its weights, and the checkpoint of its step, stay; the attempt that the version belongs to
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
