@@ -245,6 +245,10 @@ class SlurmConfig:
     """The least time limit in minutes with which an attempt may start: Slurm may shorten the limit down to it where the attempt then starts
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
 
+    grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
+    """Let a run with a range of nodes give back what it has and start again on more, where Slurm would start it on them at once and that
+    gains time: at most once in so many minutes, 60 for example. Unset: never. docs/placement.md has what it needs."""
+
     gpus_per_node: int | str = setting(
         0,
         range=NOT_NEGATIVE,

@@ -28,6 +28,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.growth import GrowthWatch
 from hpcrl.launch.agent.held_nodes import HeldNodes
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.multi_node import ScorerParts
@@ -381,7 +382,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
         status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None
         if status:
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
-        config = Config.from_toml([run.config]).at(attempt.sizes)
+        whole = Config.from_toml([run.config])
+        config = whole.at(attempt.sizes)
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
             make_room(run, config, attempt.number)
@@ -389,6 +391,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
             raise RunError(
                 f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
             )
+        if context.index == 0:
+            GrowthWatch(run, whole, context, attempt, layouts).start()
         agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
         agent.supervise()
     except HpcrlError as error:
