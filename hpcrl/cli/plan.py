@@ -60,8 +60,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _growth(config: Config) -> Iterator[str]:
     if (minutes := config.slurm.grow_minutes) is not None:
         yield (
-            "an attempt on fewer than the most nodes gives them back and starts again on more, at most once in "
-            f"{minutes} minutes, if Slurm has them idle and that gains time (slurm.grow_minutes)"
+            "an attempt on fewer than the most nodes gives them back for more where Slurm has these idle and the restart pays, "
+            f"at most once in {minutes} minutes (slurm.grow_minutes)"
         )
 
 

@@ -246,8 +246,8 @@ class SlurmConfig:
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
 
     grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
-    """Let a run with a range of nodes give back what it has and start again on more, where Slurm would start it on them at once and that
-    gains time: at most once in so many minutes, 60 for example. Unset: never. docs/placement.md has what it needs."""
+    """Let a run with a range of nodes give them back and start again on more, at most once in so many minutes, such as 60. Slurm has to
+    have them idle, and the restart has to pay (docs/placement.md). Unset: never."""
 
     gpus_per_node: int | str = setting(
         0,

@@ -180,7 +180,7 @@ class NodeAgent:
             reason = "interrupted"
         if reason and self._stop_reason is None:
             if reason == "interrupted":
-                ask_to_stop(self._run, self._attempt, reason)
+                ask_to_stop(self._run, self._attempt, reason, stop_cause(self._run, self._attempt))
                 self._let_other_requests_start()
             self._stop_deadline = time.monotonic() + self._saving_s
         if reason and self._stop_reason != reason:  # a cancellation overrides a requeue in progress
@@ -349,6 +349,7 @@ class NodeAgent:
         if done and self._node.index == 0 and trainer.keep_when_done != "all" and not self._is_wanted_back():
             end_of_run(self._run, trainer.keep_when_done, Retention.of(trainer), trainer.upload, self._attempt)
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
+        self._neighbours.leave()
 
     def _is_wanted_back(self) -> bool:
         """Return whether a user or Slurm asks for this node, on which only uploads continue."""

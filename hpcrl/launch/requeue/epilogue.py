@@ -34,13 +34,14 @@ from hpcrl.launch.requeue.requeue import (
     requeue_this_job,
     start_name,
 )
-from hpcrl.launch.requeue.room import nodes_of_job, seconds_left
+from hpcrl.launch.requeue.room import nodes_of_job, seconds_left, seconds_until_down
 from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.claims import give_back
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.growth import read_growth
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import (
+    Attempt,
     Kind,
     Outcome,
     cancel_outcome,
@@ -51,12 +52,14 @@ from hpcrl.rundir.ledger import (
     report_outcome,
     require_attempts,
 )
+from hpcrl.runtime.process_status import ENDED, read_process_status
 from hpcrl.runtime.signals import stop_asked
 
 _Seen = TypeVar("_Seen")
 
 _TROUBLE_S = 60.0
 _LOOK_S = 1.0
+_NOTICED_S = 30.0  # Slurm looks at its nodes now and then
 _ENDED_BY_STOP_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGUSR2)  # of a task that had no handlers yet
 
 
@@ -153,19 +156,37 @@ def _first_for_growth(run: Run, attempt: int, jobs: Sequence[str]) -> str | None
 def nodes_left(run: Run, job: str) -> int:
     """Return the nodes on which another attempt can start in this allocation, which has lost some; 0 where it has not, or cannot.
 
-    Too few for a layout, or a time limit within two times slurm.signal_seconds, leave the queue as the way on.
+    Where the agent of a node has not ended by itself, Slurm is waited for until it counts that node as down. Too few nodes for a layout,
+    or a time limit within two times slurm.signal_seconds, leave the queue as the way on.
     """
     attempt, least = patiently(lambda: find_attempt(run, job)), os.environ.get(LEAST_NODES)
     if attempt is None or least is None:
         return 0
     try:
-        left, seconds = nodes_of_job(_job_id(job)), seconds_left(_job_id(job))
-    except SubmitError as error:
+        left = _after_losses(run, attempt)
+        seconds = seconds_left(attempt.job_id)
+    except (SubmitError, RunError) as error:
         print(f"which nodes are left is not known: {error}", flush=True)
         return 0
     signal_s = tomli.loads(patiently(run.config.read_text))["slurm"]["signal_seconds"]
-    lost = left < len(attempt.hosts) + len(attempt.idle)
-    return left if lost and left >= int(least) and seconds > 2 * signal_s else 0
+    return left if left >= int(least) and seconds > 2 * signal_s else 0
+
+
+def _after_losses(run: Run, attempt: Attempt) -> int:
+    """Return the nodes that the job of an attempt still has once Slurm has taken some out of it; 0 where it has all of them."""
+    held, deadline = len(attempt.hosts) + len(attempt.idle), time.monotonic() + seconds_until_down() + _NOTICED_S
+    while (left := nodes_of_job(attempt.job_id)) >= held:
+        if time.monotonic() > deadline or patiently(lambda: _all_ended(run, attempt)):
+            return 0
+        time.sleep(_LOOK_S)
+    return left
+
+
+def _all_ended(run: Run, attempt: Attempt) -> bool:
+    """Return whether the agents of all nodes have ended by themselves; that of the first node has, since its srun has."""
+    names = [f"agent-{index}" for index in range(1, len(attempt.hosts))]
+    statuses = [read_process_status(run, name, attempt.number) for name in names]
+    return all(status is not None and status.state == ENDED for status in statuses)
 
 
 def patiently(look: Callable[[], _Seen]) -> _Seen:

@@ -76,6 +76,14 @@ def nodes_of_job(job: str) -> int:
     return int(count)
 
 
+def seconds_until_down() -> float:
+    """Return the seconds after which Slurm counts a silent node as down. Raises SubmitError where Slurm does not tell them."""
+    found = re.search(r"^SlurmdTimeout\s*= (\d+) sec", run_slurm(["scontrol", "show", "config"], 0.0, _ANSWER_S), re.M)
+    if found is None:
+        raise SubmitError("scontrol show config: expected SlurmdTimeout")
+    return float(found[1])
+
+
 def seconds_left(job: str) -> float:
     """Return the seconds until the time limit of a running job. Raises SubmitError where Slurm does not tell them."""
     end = run_slurm(["squeue", "-h", "-r", "-j", job, "-o", "%e"], 0.0, _ANSWER_S).strip()
