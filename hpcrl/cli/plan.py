@@ -52,9 +52,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(dumps(plan.to_json() | {"problems": of_submit, "warnings": warnings}, indent=2))
         return 0
     refused = [f"hpcrl submit would refuse this: {problem.path}: {problem.message}" for problem in problems]
-    notes = [*refused, *(f"note: {warning}" for warning in warnings)]
+    notes = [*refused, *(f"note: {note}" for note in [*_growth(config), *warnings])]
     print(printable("\n".join([*plan_lines(plan), *([""] if notes else []), *notes])))
     return 0
+
+
+def _growth(config: Config) -> Iterator[str]:
+    if (minutes := config.slurm.grow_minutes) is not None:
+        yield (
+            "an attempt on fewer than the most nodes gives them back for more where Slurm has these idle and the restart pays, "
+            f"at most once in {minutes} minutes (slurm.grow_minutes)"
+        )
 
 
 def checked_plan(config: Config) -> RunPlan:

@@ -41,7 +41,7 @@
   alerts.jsonl                     alerts of the run (hpcrl/rundir/alerts.py)
   trackers/<name>.json             what a tracker has received; <name>/ its own files
   uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
-  control/                         stop, stacks: requests to the agents
+  control/                         stop, stacks: requests to the agents; growth, the last one for more nodes (hpcrl/rundir/growth.py)
   claims/<number>.json             which start of which job the run belongs to, where several requests wait for it (hpcrl/rundir/claims.py)
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -292,6 +292,10 @@ class Run:
     @property
     def stop(self) -> Path:
         return self.path / "control" / "stop.json"
+
+    @property
+    def growth(self) -> Path:
+        return self.path / "control" / "growth.json"
 
     @property
     def stacks_request(self) -> Path:

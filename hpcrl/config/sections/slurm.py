@@ -290,6 +290,10 @@ class SlurmConfig:
     """The least time limit in minutes with which an attempt may start: Slurm may shorten the limit down to it where the attempt then starts
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
 
+    grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
+    """Let a run with a range of nodes give them back and start again on more, at most once in so many minutes, such as 60. Slurm has to
+    have them idle, and the restart has to pay (docs/placement.md). Unset: never."""
+
     gpus_per_node: int | str = setting(
         0,
         range=NOT_NEGATIVE,

@@ -27,7 +27,7 @@ from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_lay
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
-from hpcrl.launch.requeue.requeue import BATCH_SHELL
+from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE, BATCH_SHELL, HERE, LEAST_NODES
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
 from hpcrl.launch.submit.models import rank_problems
@@ -184,7 +184,7 @@ def _slurm_executor(
     """Return the executor of one request. All elements share one batch script, made from the first."""
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
-    survives = any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
+    survives = len(layouts) > 1 or any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     elements = shlex.quote(str(submission.element_list))
@@ -207,6 +207,8 @@ def _slurm_executor(
         # as an option of sbatch it would ask for the tasks of the least nodes, and Slurm would give no node more than it has tasks for
         parameters["ntasks_per_node"] = None
         parameters["srun_args"].append("--ntasks-per-node=1")
+        parameters["setup"] += [f"export {LEAST_NODES}={layouts[0].nodes}"]
+        parameters["teardown"] = [*_until_decided(finish)[:-1], *_NEXT_ATTEMPT_HERE]
     if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
@@ -214,10 +216,24 @@ def _slurm_executor(
     if request:
         begin = f"{last} -m hpcrl.launch.requeue.prologue {elements}"
         parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
+    if len(layouts) > 1:
+        parameters["setup"] += ["while true; do"]
     parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism
     return _executor(submission.folder, parameters, slurm, starter)
+
+
+_NEXT_ATTEMPT_HERE = [
+    f"[ $decided -eq {HERE} ] || exit $decided",
+    # srun takes these for the nodes of the job
+    "read -r SLURM_NNODES SLURM_JOB_NODELIST < <(squeue -h -r -j ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID -o '%D %N')",
+    "export SLURM_NNODES SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES=$SLURM_NNODES SLURM_NODELIST=$SLURM_JOB_NODELIST",
+    "export SLURM_OVERLAP=1",  # Slurm still counts the step that lost a node
+    f"export {ATTEMPTS_HERE}=$((${{{ATTEMPTS_HERE}:-0}} + 1)) {STARTED}=$(date +%s)",
+    "done",
+]
+"""Last lines of a batch script whose other lines, from srun on, are the body of a loop: it goes on with the nodes that are left."""
 
 
 def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gangs: Sequence[str]) -> ArrayExecutor:
