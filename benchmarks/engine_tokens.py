@@ -1,7 +1,7 @@
 """How many tokens a second one vLLM server gives its client, and what its API server and its engine take of a core meanwhile.
 
     python benchmarks/engine_tokens.py MODEL [--prompts 32] [--samples 32] [--tokens 512] [--logprobs 0 20] [--tiny]
-    python benchmarks/engine_tokens.py MODEL --drafts 4 [--prompts 8] [--tokens 96] [--rounds 3]
+    python benchmarks/engine_tokens.py MODEL --drafts 4 --prompts 8 --tokens 96 [--rounds 3]
 
 MODEL is a folder with the random Qwen3 of benchmarks/random_qwen3.py, which gets the quickstart's tokenizer. Prompts are asked for together, as a rollout
 worker asks; a first round, which is not measured, warms up. Prints one line of JSON.
