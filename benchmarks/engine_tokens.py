@@ -30,11 +30,10 @@ from transformers import AutoTokenizer
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.config.sections.generator import SpeculativeConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.processes import group_of
 from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Drafts, Generation
+from hpcrl.rollout.engines.base import Drafts, Engine, Generation
 
 _TOKENIZER = Path(__file__).parents[1] / "configs" / "quickstart" / "model"
 _RUN, _TOKEN = "measured", "a-token-of-the-benchmark"
@@ -85,7 +84,7 @@ def repeating(model: Path, count: int) -> list[list[int]]:
     return [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in asked]
 
 
-async def answer(engine: EngineClient, pid: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+async def answer(engine: Engine, pid: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Return the answers to prompts that are asked together, tokens per second, and per second of the processor."""
     sampling = {"temperature": 0.0, "max_tokens": tokens}
     before, began = sum(processor_seconds(pid).values()), time.monotonic()

@@ -38,7 +38,7 @@ class HostStorages:
         self._device, self._pinned = device, device.type == "cuda"
         self._copies = dict[int, _Copy]()
         self._moved = list[tuple[torch.Tensor, torch.Tensor]]()
-        self._emptied = list[tuple[torch.UntypedStorage, int]]()
+        self._emptied = list[tuple[torch.Tensor, int]]()
         self.away = False
 
     def take(
@@ -48,7 +48,7 @@ class HostStorages:
 
         Args:
             views: tensors that move where their storage does.
-            emptied: tensors whose storage loses its memory, and is zero when it gets it back.
+            emptied: tensors, each all of its storage, which loses its memory, and is zero when it gets it back.
         """
         moving, known = {id(each): each for each in tensors if self._leaves(each)}, self._copies
         storages = {_key(each): each.untyped_storage() for each in moving.values()}
@@ -62,8 +62,8 @@ class HostStorages:
             host = self._copies[_key(tensor)].host.untyped_storage()
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(host, *place)
-        self._emptied = [(each, each.nbytes()) for each in (tensor.untyped_storage() for tensor in emptied)]
-        for storage in (*storages.values(), *(storage for storage, _ in self._emptied)):
+        self._emptied = [(each, each.untyped_storage().nbytes()) for each in emptied]
+        for storage in (*storages.values(), *(each.untyped_storage() for each, _ in self._emptied)):
             storage.resize_(0)
         self.away = True
 
@@ -74,9 +74,9 @@ class HostStorages:
             copy.on_device.copy_(copy.host, non_blocking=True)
         for tensor, before in self._moved:
             tensor.data = before
-        for storage, size in self._emptied:
-            storage.resize_(size)
-            storage.fill_(0)
+        for each, size in self._emptied:
+            each.untyped_storage().resize_(size)
+            each.zero_()
         self._wait()
         self._moved, self._emptied, self.away = [], [], False
 
