@@ -119,9 +119,10 @@ def test_engines_generate_on_the_gpus_of_a_trainer_that_waits(
     """One engine of its own has room for one group at a time, and environments are slow: all others get leases. Each group trains once."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     steps, lengths = 12, importlib.import_module("turns").uneven(place)
-    intervals = [f"trainer.{name}={steps}" for name in ("max_steps", "eval_interval", "ckpt_interval")]
+    intervals = [f"trainer.{name}={steps}" for name in ("max_steps", "ckpt_interval")]
+    none = ["trainer.eval_before_train=false", "trainer.eval_interval=0"]
     room = "generator.inference_engine.max_num_seqs=4"
-    run = submit(place, "lending", *KEPT, *lengths, *intervals, room, "trainer.placement.lend=true", *settings)
+    run = submit(place, "lending", *KEPT, *lengths, *intervals, *none, room, "trainer.placement.lend=true", *settings)
     assert finish(run, 1, 900) == "done", logs_of(run)
     files = [read_batch(run.batch(step)) for step in batch_steps(run)]
     groups = [group for file in files if file for group in file.batch.groups]
