@@ -89,7 +89,7 @@ class NodeProcesses:
         Args:
             name: as of `Node.follows`.
         """
-        number = str(self._node.scorers[0])
+        number = self._node.scorers[0]
         meeting = read_json(self._run.rendezvous(self._attempt, scorer_name(number)))
         if meeting is None or meeting["number"] == self.rendezvous:
             return
@@ -97,7 +97,7 @@ class NodeProcesses:
         if old := self.children.pop(name, None):
             old.end(0.0)
         command = [sys.executable, *self._ranks_of_scorer(meeting), self._job("scorer"), str(self._run.path)]
-        self._spawn(name, command, signal.SIGTERM, False, **{_NUMBERS["scorer"]: number})
+        self._spawn(name, command, signal.SIGTERM, False, **{_NUMBERS["scorer"]: str(number)})
 
     def _ranks_of_scorer(self, meeting: Mapping[str, Any] | None) -> list[str]:
         """Return the words with which torchrun starts a scorer's ranks on this node.
