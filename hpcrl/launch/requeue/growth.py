@@ -38,8 +38,9 @@ def choose_growth(
 ) -> Growth | None:
     """Return the growth that gains most of those worth their restart, or None.
 
-    Compared are the steps that the nodes in hand train until the run or its allocation ends: t seconds there, r + t s' / s after a restart
-    of r seconds, with s and s' seconds per step. The gain is the difference. The save and the wait in the queue are part of r.
+    Compared are the steps that the nodes in hand train until the run or its allocation ends. They take t seconds there, and r + t s' / s
+    after a restart of r seconds, with s and s' seconds per step. The gain is the difference. The save and the wait in the queue are part
+    of r.
 
     Args:
         now: Unix time.
