@@ -13,7 +13,6 @@ import pytest
 import tomli
 from packaging.requirements import Requirement
 
-from benchmarks.peers import supervised
 from benchmarks.peers.report import Record, largest_difference, table
 from benchmarks.peers.run import LOCK
 from benchmarks.peers.settings import grpo_settings
@@ -116,20 +115,6 @@ def test_given_samples_are_packed_so_that_the_loss_is_the_mean_over_tokens() -> 
     assert found == pytest.approx(expected, abs=1e-6)
     for group in range(GROUPS):
         assert fmean(one.advantage for one in batch[group * SAMPLES : (group + 1) * SAMPLES]) == pytest.approx(0)
-
-
-def test_rows_of_supervised_fine_tuning_are_packed_so_that_the_loss_is_the_mean_over_tokens() -> None:
-    first, second = supervised.draw_batches(2)
-    assert supervised.draw_batches(2) == [first, second]
-    lengths = sorted(map(len, first + second))
-    assert lengths[0] >= 20
-    assert lengths[-1] <= 1000 < 4 * lengths[-1]
-    mini = supervised.packed(first)
-    parts = list(mini.micro_batches())
-    assert max(sum(part.lengths) for part in parts) <= supervised.TOKENS
-    assert sum(sum(part.lengths) for part in parts) == sum(map(len, first))
-    assert sum(part.loss_mask.sum().item() for part in parts) == sum(len(row) - 1 for row in first)
-    assert sum((part.weights * part.loss_mask).sum().item() for part in parts) == pytest.approx(1)
 
 
 def test_a_command_is_measured_with_its_children(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """hpcrl beside TRL: the same work by both in turns on this machine, each a whole command; a table, and a line of JSON per run.
 
-    python benchmarks/peers/run.py [--work quickstart|larger|trainer|supervised] [--engines vllm,transformers] [--repeats N]
+    python benchmarks/peers/run.py [--work quickstart|larger|trainer] [--engines vllm,transformers] [--repeats N]
                                    [--prompt N] [--root DIR] [--environment DIR | --python FILE] [KEY=VALUE ...]
 
 quickstart   configs/quickstart.toml, from the start model to its last step, with a greedy evaluation every five steps
 larger       the same prompts and batches with a random model of 34 million parameters and answers of up to 96 tokens: two steps
 trainer      no generation: both train the same given samples, each in some ways (trainer.py)
-supervised   both train the same rows of uneven lengths by supervised fine-tuning; TRL padded, padding-free and packed (supervised.py)
 
 Peaks of memory: the kernel's high-water mark of each process, summed over all that the command started; pages that processes share count for each
 of them. Memory together: the most that they had at one time, each page counted once.
@@ -28,7 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import join
 
-from benchmarks.peers import supervised, trainer
+from benchmarks.peers import trainer
 from benchmarks.peers.report import Record, largest_difference, table
 from benchmarks.peers.settings import ENGINES
 from benchmarks.peers.work import LARGER, QUICKSTART, ROOT, Work, make_larger_model, score_of
@@ -42,11 +41,8 @@ _HERE = Path(__file__).parent
 LOCK = _HERE / "trl.lock"
 _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """For TRL's vLLM; hpcrl sets the like itself."""
-_ALONE = {
-    "trainer": {"hpcrl": tuple(trainer.OWN_WAYS), "TRL": trainer.WAYS},
-    "supervised": {"hpcrl": ("",), "TRL": supervised.WAYS},
-}
-"""The works without engines, each a script of its own, and in which ways the tools do them."""
+_ALONE = {"trainer": {"hpcrl": tuple(trainer.OWN_WAYS), "TRL": trainer.WAYS}}
+"""The work without engines, a script of its own, and in which ways the tools do it."""
 
 
 class Comparison:

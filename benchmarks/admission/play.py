@@ -1,6 +1,4 @@
-"""The controller's admission and hand-out under a virtual clock: many replicas, long samples, failures.
-
-    python benchmarks/admission.py [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--evaluate K] [--seed N]
+"""A run of the controller under a virtual clock: many replicas, long samples, failures.
 
 Plays whole runs with the code that runs in the controller (hpcrl/controller/{admission,batches,dispatch,evaluation}.py); what is
 simulated is the rest: replicas that take a drawn time per group, load weights, vanish, come back, join late or are silent for a while and
@@ -10,9 +8,7 @@ allows, none trains or is dropped twice, none is lost, each evaluation has all i
 
 from __future__ import annotations
 
-import argparse
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -412,37 +408,3 @@ class Play:
                 replica.asks = False
                 self._go_on(replica)
         self._train()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {
-        "groups": 1_000_000,
-        "replicas": 1000,
-        "staleness": 2,
-        "surplus": 0,
-        "interval": 1,
-        "evaluate": 0,
-        "seed": 0,
-    }
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    size = 2 * given.replicas
-    scene = Scene(
-        replicas=given.replicas, batch_size=size, steps=given.groups // size, bound=given.staleness, surplus=given.surplus,
-        interval=given.interval, evaluate=given.evaluate, rows=2 * size, seed=given.seed,
-    )  # fmt: skip
-    play, began = Play(scene), time.process_time()
-    play.run()
-    seconds = time.process_time() - began
-    print(f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps", end=": ")
-    print(f"{seconds:.1f} s of processor, {play.now / 3600:.1f} virtual hours")
-    print(f"{play.trained} trained, {play.dropped} dropped, {play.given_up} given up")
-    print(f"{play.evaluated} evaluations of {scene.rows} rows")
-    print(f"idle while there was work: {play.idle / (play.idle + play.busy):.3%} of the replicas' time")
-    print(", ".join(f"{count} {what}" for what, count in play.counts.items()))
-
-
-if __name__ == "__main__":
-    main()

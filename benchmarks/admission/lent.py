@@ -1,23 +1,17 @@
-"""The same plays as benchmarks/admission.py with engines on the trainer's GPUs, which generate while it waits: leases that end at any moment.
+"""A run with engines on the trainer's GPUs, which generate while it waits: leases that end at any moment.
 
-    python benchmarks/lent_admission.py [--steps N] [--replicas N] [--lent N] [--staleness S] [--waves N] [--longest SECONDS] [--seed N]
-
-A step has as many groups as its replicas have room for, times `waves`.
-
-Plays with the controller's own policy of leases (hpcrl/controller/lending.py). Checked beside what is checked there: no engine is awake while the
+Plays with the controller's own policy of leases (hpcrl/controller/lending.py). Checked beside what every run checks: no engine is awake while the
 trainer trains, what an engine has begun goes on with its next lease, and no batch waits forever for an engine that sleeps. Engines die, and fall
 silent, in every state of a lease.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.admission import Play, Replica, Scene
+from benchmarks.admission.play import Play, Replica, Scene
 from hpcrl.controller.dispatch import Dispatcher
 from hpcrl.controller.lending import Lending
 
@@ -224,31 +218,3 @@ class LentPlay(Play):
         assert all(state == ASLEEP for state in self._states.values()), "an engine is awake while the trainer trains"
         super()._trained()
         self._look()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"steps": 60, "replicas": 20, "lent": 10, "staleness": 1, "waves": 4, "longest": 60, "seed": 0}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    size = 2 * given.replicas * given.waves
-    scene = Scene(
-        replicas=given.replicas, capacity=2, batch_size=size, steps=given.steps, bound=given.staleness,
-        longest_s=given.longest, seed=given.seed,
-    )  # fmt: skip
-    plays, began = [LentPlay(scene, replace(LeaseScene(), lent=lent)) for lent in (0, given.lent)], time.process_time()
-    for play in plays:
-        play.run()
-    apart, play = plays
-    print(f"{scene.steps} steps of {size} groups, {scene.replicas} replicas", end=": ")
-    print(f"{time.process_time() - began:.1f} s of processor")
-    print(f"{apart.now:,.0f} virtual seconds without leases, {play.now:,.0f} with {given.lent} lent engines", end=": ")
-    print(f"{apart.now / play.now:.2f} times as fast")
-    print(f"{play.leases.pop('given')} leases; engines that died or fell silent, by their state:", end=" ")
-    print(", ".join(f"{count} {state}" for state, count in play.leases.items()))
-    print(", ".join(f"{count} {what}" for what, count in play.counts.items()))
-
-
-if __name__ == "__main__":
-    main()

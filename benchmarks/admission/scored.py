@@ -1,18 +1,14 @@
-"""The same plays as benchmarks/admission.py with scorers, of which a reward model decides what is dropped: they die, fall silent and come back.
+"""A run with scorers, of which a reward model decides what is dropped: they die, fall silent and come back.
 
-    python benchmarks/scored_admission.py [--groups N] [--replicas N] [--staleness S] [--surplus E] [--seed N] [--scorers N]
-
-Plays with the controller's own code for scores too (hpcrl/controller/score_queue.py). Checked beside what is checked there: a batch begins only when
+Plays with the controller's own code for scores too (hpcrl/controller/score_queue.py). Checked beside what every run checks: a batch begins only when
 its groups have all scores, each model scores each of them once that counts, and nothing of a group is judged before its reward is complete.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from dataclasses import dataclass, replace
 
-from benchmarks.admission import Play, Scene
+from benchmarks.admission.play import Play, Scene
 from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.score_queue import ScoreQueue
@@ -157,25 +153,3 @@ class ScoredPlay(Play):
         for name in scored.dropped:
             assert len(set(self._good[name])) == 1, f"{name} was dropped and is good"
         return scored
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"groups": 200_000, "replicas": 200, "staleness": 2, "surplus": 0, "scorers": 20, "seed": 0}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    size = 2 * given.replicas
-    scene = Scene(
-        replicas=given.replicas, batch_size=size, steps=given.groups // size, bound=given.staleness, surplus=given.surplus,
-        seed=given.seed,
-    )  # fmt: skip
-    play, began = ScoredPlay(scene, ScoreScene(given.scorers)), time.process_time()
-    play.run()
-    print(f"{play.admission.cursor} groups, {scene.steps} steps: {time.process_time() - began:.1f} s of processor")
-    print(f"{play.trained} trained, {play.dropped} dropped, {play.given_up} given up")
-    print(f"{play.scored} scores counted, {play.unwanted} did not; {play.deaths} deaths of scorers")
-
-
-if __name__ == "__main__":
-    main()

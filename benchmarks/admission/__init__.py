@@ -1,0 +1,1 @@
+"""The controller's admission and hand-out under a virtual clock."""
