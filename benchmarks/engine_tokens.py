@@ -1,9 +1,14 @@
 """How many tokens a second one vLLM server gives its client, and what its API server and its engine take of a core meanwhile.
 
     python benchmarks/engine_tokens.py MODEL [--prompts 32] [--samples 32] [--tokens 512] [--logprobs 0 20] [--tiny]
+    python benchmarks/engine_tokens.py MODEL --drafts 4 --prompts 8 --tokens 96 [--rounds 3]
 
 MODEL is a folder with the random Qwen3 of benchmarks/random_qwen3.py, which gets the quickstart's tokenizer. Prompts are asked for together, as a rollout
 worker asks; a first round, which is not measured, warms up. Prints one line of JSON.
+
+With --drafts, MODEL is a released model with its chat template, such as configs/recipes/smollm2/model. Two servers in float32, of which one has so many n-gram
+drafts per pass, take rounds in turns: greedy answers that repeat a text of the prompt. Medians are printed, what was accepted, and the largest difference
+between the log-probabilities of the same tokens.
 """
 
 from __future__ import annotations
@@ -14,20 +19,27 @@ import json
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from hpcrl.config import InferenceEngineConfig
+from hpcrl.config.sections.generator import SpeculativeConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.engines.vllm.processes import group_of
 from hpcrl.engines.vllm.server import Server, ServerOptions
 from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Drafts, Engine, Generation
 
 _TOKENIZER = Path(__file__).parents[1] / "configs" / "quickstart" / "model"
 _RUN, _TOKEN = "measured", "a-token-of-the-benchmark"
 _START_S = 600.0
+_TEXTS = Path(__file__).parents[1] / "docs" / "placement.md"
+_WORDS = 50
 
 
 def processor_seconds(leader: int) -> dict[str, float]:
@@ -64,6 +76,103 @@ async def measure(server: Server, given: argparse.Namespace) -> list[dict[str, A
     return rows
 
 
+def repeating(model: Path, count: int) -> list[list[int]]:
+    """Return prompts that ask for a text of their own, as tokens."""
+    tokenizer, words = AutoTokenizer.from_pretrained(model), _TEXTS.read_text().split()
+    texts = [" ".join(words[number * _WORDS : (number + 1) * _WORDS]) for number in range(count)]
+    asked = [[{"role": "user", "content": f"Repeat this text word for word, twice:\n\n{text}"}] for text in texts]
+    return [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in asked]
+
+
+async def answer(engine: Engine, pid: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Return the answers to prompts that are asked together, tokens per second, and per second of the processor."""
+    sampling = {"temperature": 0.0, "max_tokens": tokens}
+    before, began = sum(processor_seconds(pid).values()), time.monotonic()
+    found = await asyncio.gather(*(engine.generate(prompt, 1, 1, sampling) for prompt in prompts))
+    seconds, answers = time.monotonic() - began, [one for (one,) in found]
+    made = sum(len(one.token_ids) for one in answers)
+    own = sum(processor_seconds(pid).values()) - before
+    return {"answers": answers, "tokens/s": made / seconds, "tokens/cpu s": made / own}
+
+
+def difference(one: list[Generation], other: list[Generation]) -> tuple[int, float]:
+    """Return how many tokens are the same before the first that differs in an answer, and how far their log-probabilities are apart."""
+    same, most = 0, 0.0
+    for first, second in zip(one, other, strict=True):
+        pairs = list(zip(first.token_ids, second.token_ids, strict=False))
+        count = next((place for place, (left, right) in enumerate(pairs) if left != right), len(pairs))
+        apart = zip(first.logprobs[:count], second.logprobs[:count], strict=True)
+        same, most = same + count, max([most, *(abs(left - right) for left, right in apart)])
+    return same, most
+
+
+async def compare(servers: list[Server], prompts: list[list[int]], given: argparse.Namespace) -> dict[str, Any]:
+    """Return figures of a server without drafts, and of one with them."""
+    engines = [server.connect() for server in servers]
+    try:
+        rounds = list[list[dict[str, Any]]]()
+        before = Drafts()
+        for number in range(given.rounds + 1):
+            asked = [
+                await answer(engine, server.pid, prompts, given.tokens)
+                for engine, server in zip(engines, servers, strict=True)
+            ]
+            if number:
+                rounds.append(asked)
+                continue
+            await engines[1].load()  # that round warmed up
+            before = engines[1].drafts or before
+        await engines[1].load()
+    finally:
+        for engine in engines:
+            await engine.close()
+    rates = {
+        name: [round(median(each[place][name] for each in rounds), 1) for place in (0, 1)]
+        for name in ("tokens/s", "tokens/cpu s")
+    }
+    same, most = difference(*(one["answers"] for one in rounds[-1]))
+    made = sum(len(one.token_ids) for one in rounds[-1][0]["answers"])
+    drafts = engines[1].drafts.metrics(before) if engines[1].drafts else {}
+    return {**rates, "same tokens": f"{same} of {made}", "logprobs differ by": most, **drafts}
+
+
+def serve(model: Path, section: InferenceEngineConfig, length: int, name: str, stack: ExitStack) -> Server:
+    """Return a server that is ready; `stack` ends it."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    token = folder / "token"
+    token.write_text(_TOKEN + "\n")
+    token.chmod(0o600)
+    on_cpu = not torch.cuda.is_available()
+    options = ServerOptions(Pretrained(str(model)), section, 1, length, on_cpu, _RUN, token)
+    server = Server(options, folder, folder / f"{name}.log")
+    stack.callback(server.stop)
+    server.wait_ready(_START_S)
+    return server
+
+
+def with_tokenizer(model: Path, stack: ExitStack) -> Path:
+    """Return the folder of a random model with the quickstart's tokenizer."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to((model / name).resolve())
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((_TOKENIZER / name).read_bytes())
+    return folder
+
+
+def with_drafts(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
+    """Start both servers, and return their figures."""
+    prompts = repeating(given.model, given.prompts)
+    length = max(map(len, prompts)) + given.tokens
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=given.drafts)
+    sections = [
+        InferenceEngineConfig(model_dtype="float32", max_num_seqs=given.prompts, speculative=each)
+        for each in (SpeculativeConfig(), drafts)
+    ]
+    servers = [serve(given.model, section, length, str(place), stack) for place, section in enumerate(sections)]
+    return asyncio.run(compare(servers, prompts, given))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -71,37 +180,30 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--logprobs", type=int, nargs="+", default=[0, 20])
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="draft tokens per pass, against none; answers repeat a text"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of each server with --drafts, after one that warms up")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
     given = parser.parse_args()
     if given.tiny:
         given.prompts, given.samples, given.tokens = 2, 4, 16
         given.logprobs = [0]  # with more the engine core of vLLM 0.31's CPU build ends without a word
         given.model = _TOKENIZER  # vLLM's CPU build has no heads as small as those of the random model
-    on_cpu = not torch.cuda.is_available()
     section = InferenceEngineConfig(
         model_dtype="bfloat16", max_num_seqs=64 if given.tiny else 1024, max_num_batched_tokens=8192
     )
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).symlink_to(given.model / name)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            (folder / name).write_bytes((_TOKENIZER / name).read_bytes())
-        token = folder / "token"
-        token.write_text(_TOKEN + "\n")
-        token.chmod(0o600)
-        options = ServerOptions(Pretrained(place), section, 1, 256 if given.tiny else 1024, on_cpu, _RUN, token)
+    with ExitStack() as stack:
+        if given.drafts:
+            print(json.dumps(with_drafts(given, stack)))
+            return
         began = time.monotonic()
-        server = Server(options, folder, folder / "engine.log")
+        server = serve(with_tokenizer(given.model, stack), section, 256 if given.tiny else 1024, "engine", stack)
+        started = round(time.monotonic() - began, 1)
         try:
-            server.wait_ready(_START_S)
-            started = round(time.monotonic() - began, 1)
-            try:
-                print(json.dumps({"start": started, "rows": asyncio.run(measure(server, given))}))
-            except EngineError as error:
-                raise server.failure("failed") from error
-        finally:
-            server.stop()
+            print(json.dumps({"start": started, "rows": asyncio.run(measure(server, given))}))
+        except EngineError as error:
+            raise server.failure("failed") from error
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ CHECKS = {
     "vllm, router replay": _run("vllm, router replay", on_gpu_alone=True),
     "vllm, no router replay": _run("vllm, no router replay"),
     "supervised, Megatron-core, experts": _run("supervised, Megatron-core, experts"),
+    "Megatron-core": _run("Megatron-core"),
     **{name: _computed(name) for name in ("attention", "kinds", "prefixes", "waits")},
     "ranks": Check([str(_BENCHMARKS / "gpu_ranks.py")], ("--cpu",), 90),
     "weights_between": _computed("weights_between", 90),

@@ -45,6 +45,7 @@ _VLLM = [
     "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes=4000000000",
     "generator.inference_engine.gpu_memory_utilization=0.3",
 ]
+_MEGATRON = ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default"]
 _DENSE, _EXPERTS = "trainer.policy.model.path={dense}", "trainer.policy.model.path={experts}"
 _RUNS: dict[str, tuple[str, list[str]]] = {
     "float32": ("quickstart_colocated", _TURNS),
@@ -69,11 +70,9 @@ _RUNS: dict[str, tuple[str, list[str]]] = {
     "pi05": ("reach_pi05", _TURNS),
     "supervised": ("sft_tiny", []),
     "supervised diffusion": ("diffusion_sft_tiny", []),
-    "supervised, Megatron-core": ("sft_tiny", ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default"]),
-    "supervised, Megatron-core, experts": (
-        "sft_tiny",
-        ["trainer.strategy=megatron", "trainer.policy.fsdp_config=default", _EXPERTS],
-    ),
+    "supervised, Megatron-core": ("sft_tiny", _MEGATRON),
+    "supervised, Megatron-core, experts": ("sft_tiny", [*_MEGATRON, _EXPERTS]),
+    "Megatron-core": ("quickstart_colocated", [*_TURNS, *_MEGATRON, "trainer.ckpt_interval=1", "trainer.hf_save_interval=1"]),
 }  # fmt: skip
 _METRICS = (
     "policy/logprob_mismatch", "weights/probe_difference", "experts/replayed_share", "memory/engines_asleep_gib",

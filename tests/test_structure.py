@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 import pytest
 
@@ -39,6 +40,13 @@ WHOLE_TRAINER = {
 """Parameters that are a whole TrainerConfig, by module: engines, and what reads many of its sections. Numbers only go down."""
 
 SECTIONS_OF_FAMILIES = {"diffusers", "vla"}
+Nodes = Mapping[str, list[ast.AST]]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Nodes:
+    """All nodes of each module."""
+    return {name: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for name, path in CODE.files.items()}
 
 
 def test_imports_only_go_down() -> None:
@@ -57,15 +65,13 @@ def test_no_folder_imports_itself_through_others() -> None:
     assert folder_cycles(CODE, IMPORTS()) == []
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_files_and_functions_stay_small(nodes: Nodes) -> None:
     for path in [*CODE.files.values(), *(ROOT / "tests").rglob("*.py")]:
-        text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) <= MOST_LINES, path
-        if path.is_relative_to(ROOT / "tests"):
-            continue
-        for node in ast.walk(ast.parse(text)):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path
+    for module, found in nodes.items():
+        for node in found:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < MOST_LINES_OF_A_FUNCTION, f"{path}: {node.name}"
+                assert (node.end_lineno or 0) - node.lineno < MOST_LINES_OF_A_FUNCTION, f"{module}: {node.name}"
 
 
 def test_login_node_needs_no_torch() -> None:
@@ -101,40 +107,40 @@ def test_only_the_command_and_the_pages_know_other_formats() -> None:
     assert not wrong, "\n".join(f"{one.module}:{one.line} imports {one.target}" for one in wrong)
 
 
-def test_only_families_read_their_settings() -> None:
+def test_only_families_read_their_settings(nodes: Nodes) -> None:
     """Nothing asks which family a policy is of, under any name: settings of families are read by families, and by what reads other formats."""
     owners = "hpcrl.families", "hpcrl.config.sections", "hpcrl.convert"
-    for name, path in CODE.files.items():
+    for name, found in nodes.items():
         if any(within(name, owner) for owner in owners):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in found:
             if isinstance(node, ast.Attribute):
                 assert node.attr not in SECTIONS_OF_FAMILIES, f"{name}:{node.lineno} reads {node.attr}"
 
 
-def test_only_builders_get_the_whole_section_of_the_trainer() -> None:
+def test_only_builders_get_the_whole_section_of_the_trainer(nodes: Nodes) -> None:
     """Others get the sections, or the values, that they read."""
     found = {
         name: count
-        for name, path in CODE.files.items()
+        for name, own in nodes.items()
         if not (within(name, "hpcrl.config") or name.endswith(".build"))
-        if (count := _whole_trainers(ast.parse(path.read_text(encoding="utf-8"))))
+        if (count := _whole_trainers(own))
     }
     assert found == WHOLE_TRAINER, "name the sections that are read in the signature, or lower the number"
 
 
-def _whole_trainers(tree: ast.AST) -> int:
+def _whole_trainers(nodes: Iterable[ast.AST]) -> int:
     return sum(
         isinstance(node, ast.arg) and node.annotation is not None and "TrainerConfig" in ast.unparse(node.annotation)
-        for node in ast.walk(tree)
+        for node in nodes
     )
 
 
-def test_only_an_engine_compares_its_name() -> None:
+def test_only_an_engine_compares_its_name(nodes: Nodes) -> None:
     """Nothing asks which engine a configuration names: what reads other formats translates its name, and sections have a default."""
     owners = {name: [backend.package, "hpcrl.convert"] for name, backend in backends().items()}
-    for module, path in CODE.files.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module, held in nodes.items():
+        for node in held:
             if isinstance(node, ast.Compare):
                 parts = [node.left, *node.comparators]
             elif isinstance(node, ast.Dict):
@@ -153,22 +159,22 @@ def within(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_a_class_name_means_one_thing(nodes: Nodes) -> None:
     """A public class has a name of its own: a search for it finds one definition."""
     found = defaultdict[str, list[str]](list)
-    for module, path in CODE.files.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module, held in nodes.items():
+        for node in held:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(module)
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
-def test_the_oldest_python_has_what_is_imported() -> None:
+def test_the_oldest_python_has_what_is_imported(nodes: Nodes) -> None:
     """Python 3.10 is promised (pyproject), and neither pyright nor a newer Python misses what later standard libraries added."""
     newer = {"tomllib", "compression", "annotationlib"}
-    for path in CODE.files.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for module, found in nodes.items():
+        for node in found:
             if isinstance(node, ast.Import):
-                assert newer.isdisjoint(alias.name.partition(".")[0] for alias in node.names), path
+                assert newer.isdisjoint(alias.name.partition(".")[0] for alias in node.names), module
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                assert (node.module or "").partition(".")[0] not in newer, path
+                assert (node.module or "").partition(".")[0] not in newer, module

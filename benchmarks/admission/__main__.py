@@ -26,6 +26,7 @@ def play_lent(given: argparse.Namespace) -> LentPlay:
     apart.run()
     play.run()
     print(f"{apart.now:,.0f} virtual seconds without leases, {apart.now / play.now:.2f} times as fast with them")
+    print(f"replicas idle while there was work: {apart.idle_share:.3%} without leases, {play.idle_share:.3%} with them")
     print(f"{play.leases.pop('given')} leases; engines that died or fell silent, by their state:", end=" ")
     print(", ".join(f"{count} {state}" for state, count in play.leases.items()))
     return play
@@ -40,7 +41,7 @@ def play_plain(given: argparse.Namespace) -> Play:
     play = ScoredPlay(scene, ScoreScene(given.scorers)) if given.scorers else Play(scene)
     play.run()
     print(f"{play.evaluated} evaluations of {scene.rows} rows")
-    print(f"idle while there was work: {play.idle / (play.idle + play.busy):.3%} of the replicas' time")
+    print(f"idle while there was work: {play.idle_share:.3%} of the replicas' time")
     if isinstance(play, ScoredPlay):
         print(f"{play.scored} scores counted, {play.unwanted} did not; {play.deaths} deaths of scorers")
     return play

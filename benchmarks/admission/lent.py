@@ -162,6 +162,10 @@ class LentPlay(Play):
                 self._lending.note_idle(replica.name, self.version)
                 self._recall()
 
+    def _worked(self, replica: Replica) -> None:
+        if replica.name not in self._states:
+            super()._worked(replica)
+
     def _is_empty(self, replica: Replica) -> bool:
         return replica.name not in self._states and super()._is_empty(replica)
 

@@ -127,6 +127,11 @@ class Play:
         self.busy = self.idle = 0.0
         self.counts = {"vanished": 0, "silent": 0, "joined": 0, "taken back": 0, "late accepted": 0, "late refused": 0}
 
+    @property
+    def idle_share(self) -> float:
+        """Share of the replicas' time with groups to begin or to generate in which they had none."""
+        return self.idle / (self.idle + self.busy)
+
     def _make_composer(self, sampling: DynamicSampling) -> BatchComposer:
         return BatchComposer(self.admission, sampling, self.scene.batch_size)
 
@@ -148,7 +153,8 @@ class Play:
             stuck = self.now - self._progress
             assert stuck < 10 * (scene.longest_s + scene.absent_s), f"nothing happens any more in step {self._step + 1}"
         for replica in self._replicas:
-            self.busy += self.now - replica.busy_since if replica.here and replica.held else 0.0
+            if replica.here and replica.held:
+                self._worked(replica)
         self._account()
 
     def _account(self) -> None:
@@ -219,7 +225,8 @@ class Play:
             self._at(back, self._heard_again, replica, life)
         else:
             self.counts["vanished"] += 1
-            self.busy += self.now - replica.busy_since if len(replica.held) > len(replica.outbox) else 0.0
+            if len(replica.held) > len(replica.outbox):
+                self._worked(replica)
             replica.held, replica.rows, replica.outbox, replica.here = {}, set(), [], False
             replica.life += 1
             self._at(back, self._appear, replica)
@@ -262,11 +269,11 @@ class Play:
         if not replica.heard:
             replica.outbox.append(index)
             if len(replica.outbox) == len(replica.held):
-                self.busy += self.now - replica.busy_since
+                self._worked(replica)
             return
         self._deliver(replica, index, replica.held.pop(index))
         if not replica.held:
-            self.busy += self.now - replica.busy_since
+            self._worked(replica)
             self._empty += self._is_empty(replica)
         self._compose()
         self._go_on(replica)
@@ -290,6 +297,10 @@ class Play:
         self._go_on(replica)
         self._train()
         self._hand_out()
+
+    def _worked(self, replica: Replica) -> None:
+        """Count the time in which a replica had groups, which has ended."""
+        self.busy += self.now - replica.busy_since
 
     def _is_empty(self, replica: Replica) -> bool:
         """Return whether a replica could begin groups of the newest version and has nothing to do."""

@@ -52,9 +52,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(dumps(plan.to_json() | {"problems": of_submit, "warnings": warnings}, indent=2))
         return 0
     refused = [f"hpcrl submit would refuse this: {problem.path}: {problem.message}" for problem in problems]
-    notes = [*refused, *(f"note: {warning}" for warning in warnings)]
+    notes = [*refused, *(f"note: {note}" for note in [*_growth(config), *warnings])]
     print(printable("\n".join([*plan_lines(plan), *([""] if notes else []), *notes])))
     return 0
+
+
+def _growth(config: Config) -> Iterator[str]:
+    if (minutes := config.slurm.grow_minutes) is not None:
+        yield (
+            "an attempt on fewer than the most nodes gives them back for more where Slurm has these idle and the restart pays, "
+            f"at most once in {minutes} minutes (slurm.grow_minutes)"
+        )
 
 
 def checked_plan(config: Config) -> RunPlan:
@@ -77,7 +85,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     """Yield what the command prints."""
     from hpcrl.launch.layouts import describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan
-    from hpcrl.launch.pools import describe_pools
+    from hpcrl.launch.pools import describe_evaluation, describe_pools
     from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.prefixes import describe_prefixes
@@ -91,6 +99,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     yield from describe_plan(plan.nodes)
     yield from _evaluators(config)
     yield from describe_pools(plan.pools, config)
+    yield from describe_evaluation(config)
     yield from describe_requests(config.slurm)
     yield from _lending(config)
     yield ""

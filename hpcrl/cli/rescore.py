@@ -64,6 +64,7 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     from dataclasses import asdict
     from json import dumps
 
+    from hpcrl.launch.sharing import made_for
     from hpcrl.observe.eval_report import write_results
     from hpcrl.observe.evaluations import EvaluatedPrompt
     from hpcrl.observe.scores import results_of
@@ -103,10 +104,10 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
             [EvaluatedPrompt.of(group_id, lines) for group_id, lines in by_group.items()], generator.success_reward
         ),
     }
-    place.path.mkdir(parents=True, mode=0o700)
-    write_text(place.config, config.to_toml())
-    write_json(place.path / "evaluation.json", asked)
-    text = "".join(dumps(line, ensure_ascii=False) + "\n" for line in found.lines)
-    append_text(place.eval_dump(evaluation.version, 0), text)
-    write_results(place, results)
+    with made_for(config.slurm.readable_by, place.path):
+        write_text(place.config, config.to_toml())
+        write_json(place.path / "evaluation.json", asked)
+        text = "".join(dumps(line, ensure_ascii=False) + "\n" for line in found.lines)
+        append_text(place.eval_dump(evaluation.version, 0), text)
+        write_results(place, results)
     return results

@@ -199,6 +199,7 @@ def _as_json(state: RunState, with_size: bool, *, with_goodput: bool = False) ->
     from hpcrl.launch.manage.remove import sizes_of
     from hpcrl.launch.manage.users import owner_of, user_name
     from hpcrl.observe.summary import summarise
+    from hpcrl.rundir.evaluations import begun_evaluations
     from hpcrl.upload.state import upload_states
 
     job, summary = state.job, _achieved(state, summarise)
@@ -228,6 +229,7 @@ def _as_json(state: RunState, with_size: bool, *, with_goodput: bool = False) ->
         "goodput": _goodput(state) if with_goodput else None,  # it reads all timelines
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
+        "evaluation": {"job": state.submission.get("evaluation"), "waiting": begun_evaluations(state.run)},
         "processes": [asdict(status) for status in state.statuses],
         **({"bytes": sizes_of(state.run)} if with_size else {}),
     }

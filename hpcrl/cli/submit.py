@@ -70,7 +70,7 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     from hpcrl.launch.doctor.disk_space import Sizes
     from hpcrl.launch.layouts import describe_layouts
     from hpcrl.launch.nodes import describe_plan, make_plan
-    from hpcrl.launch.pools import describe_pools, elastic_pools
+    from hpcrl.launch.pools import describe_evaluation, describe_pools, elastic_pools
     from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
@@ -83,7 +83,11 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
     disk = describe_disk(config, Sizes.of(config, folder_of))
-    jobs = [*describe_pools(elastic_pools(config), config), *describe_requests(config.slurm)]
+    jobs = [
+        *describe_pools(elastic_pools(config), config),
+        *describe_evaluation(config),
+        *describe_requests(config.slurm),
+    ]
     print("\n".join([*describe_layouts(first.every_layout), *describe_plan(make_plan(config)), *jobs, *disk]))
     for title, script in batch_scripts(submission).items() if scripts else ():
         print(f"# {title}\n{script}")

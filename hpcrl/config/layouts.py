@@ -29,8 +29,10 @@ def _values(config: ConfigTree) -> dict[str, int | str]:
 
 
 def with_sizes(config: _C, sizes: Mapping[str, int]) -> _C:
-    """Return the configuration with sizes in place of its ranges; those of settings that are no ranges are passed over."""
+    """Return the configuration with sizes in place of its ranges, which does not grow; sizes of settings that are no ranges are passed over."""
     chosen = {path: size for path, size in sizes.items() if path in ranges_of(config)}
+    if chosen:
+        config = replace(config, slurm=replace(config.slurm, grow_minutes=None))
     if (nodes := chosen.get(POLICY_NODES)) is not None:
         placement = replace(config.trainer.placement, policy_num_nodes=nodes)
         config = replace(config, trainer=replace(config.trainer, placement=placement))
@@ -70,6 +72,8 @@ def _of_ranges(config: ConfigTree) -> Iterator[Problem]:
     for path, value in _values(config).items():
         if isinstance(value, str) and (message := SIZE.error(value)):
             yield Problem(path, message)
+    if not ranges_of(config) and config.slurm.grow_minutes is not None:
+        yield Problem("slurm.grow_minutes", f'needs a range of {POLICY_NODES} or {NUM_ENGINES}, such as "1-4"')
     if NUM_ENGINES in ranges_of(config) and config.slurm.elastic.replicas:
         yield Problem(
             NUM_ENGINES,

@@ -35,7 +35,7 @@ def build_service(run: Run, attempt: int, config: Config, status: StatusWriter) 
         status: renewed while datasets load, since other processes wait only as long as it changes.
     """
     rows = _load_rows(run, attempt, config, status) if config.trainer.offline else None
-    train, validation = _load_prompts(config, status)
+    train, validation = load_prompts(config, status)
     steps = config.trainer.total_steps(len(rows or train), config.data.drop_last)
     return Service(run, attempt, build_schedule(config, steps), train, validation, rows, _score_queue(config))
 
@@ -77,6 +77,7 @@ def build_schedule(config: Config, steps: int) -> Schedule:
             names=frozenset(map(worker_name, set(range(config.max_replicas)).difference(config.evaluators))),
         ),
         evaluators=frozenset(map(worker_name, config.evaluators)),
+        eval_by_job=slurm.evaluation.when != "never",
         max_failed_ratio=config.environment.max_failed_ratio,
         eval_settings=evaluation_settings(config),
         success_reward=generator.success_reward,
@@ -106,7 +107,8 @@ def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
         )
 
 
-def _load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
+def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts that a run trains, and those that it evaluates; arguments as of `build_service`."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
     sections, offline = (data, config.environment, generator.max_turns), config.trainer.offline
     kinds = ("train",) if data.test_size is None else ("train", "eval")

@@ -87,6 +87,9 @@ class Dispatcher:
             self._forget_capacity(worker)
         self._held.pop(worker, None)
         self._any_version.discard(worker)
+        if worker in self._evaluators and not self._eval_capacities:
+            for other in self._waiting:  # they get rows from now on
+                self._enqueue(other)
 
     def evaluates(self, worker: str) -> bool:
         """Return whether a worker gets rows: no other one only evaluates, or it does."""
@@ -157,7 +160,7 @@ class Dispatcher:
     def _rows_with(self, evaluated: int, newest: int, worker: str) -> int | None:
         """Return the rows of a waiting worker that may begin some of a version; None for another worker."""
         waits = worker in self._waiting and (worker in self._any_version or self._waiting[worker][0] == evaluated)
-        begins = waits and self._begins_rows(worker, behind=evaluated < newest)
+        begins = waits and self.evaluates(worker) and self._begins_rows(worker, behind=evaluated < newest)
         return self._evaluation.running_at(worker) if begins else None
 
     def _serve(

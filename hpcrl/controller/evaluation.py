@@ -18,8 +18,10 @@ from pathlib import Path
 from hpcrl.data.cache_files import EvalRow, read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.scores import scores
 from hpcrl.rundir.commit import children, digest_of, discard, is_committed, write_json
-from hpcrl.rundir.evaluations import MOST_OPEN
+from hpcrl.rundir.evaluations import MOST_OPEN, attempt_of_evaluation, discard_rows
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import GroupMeta, Prompt, Work
 
@@ -232,9 +234,13 @@ def is_evaluated(run: Run, version: int) -> bool:
     return run.eval_summary(version).exists()
 
 
-def begin_evaluation(run: Run, version: int) -> None:
-    """Note that an evaluation has begun, so that its weights and its checkpoint stay until it is over (hpcrl/rundir/evaluations.py)."""
-    write_json(run.eval_begun(version), {"version": version})
+def begin_evaluation(run: Run, version: int, attempt: int) -> None:
+    """Note that an evaluation has begun, so that its weights and its checkpoint stay until it is over (hpcrl/rundir/evaluations.py).
+
+    Args:
+        attempt: of the run, to which the version belongs.
+    """
+    write_json(run.eval_begun(version), {"version": version, "attempt": attempt})
 
 
 def can_evaluate(run: Run, version: int, *, from_model: bool) -> bool:
@@ -260,6 +266,28 @@ def write_summary(run: Run, version: int, metrics: Mapping[str, float]) -> None:
         path.unlink(missing_ok=True)
 
 
+def conclude_by_job(
+    run: Run, version: int, attempt: int, process: str, groups: Sequence[GroupMeta], success_reward: float
+) -> bool:
+    """Write the scores of an evaluation that a job of its own has made; return whether the version still belongs to that attempt.
+
+    Where it does not, a later attempt trains it again, or has taken it over from the checkpoint with which it began.
+
+    Args:
+        attempt: of the run, to which the version belonged when the evaluation began.
+        process: that writes the metrics.
+    """
+    if attempt_of_evaluation(run, version) != attempt:
+        return False
+    metrics = scores(groups, success_reward)
+    with MetricsWriter(run, process, attempt, None) as writer:
+        writer.write(version, metrics)  # first: where there is a summary, nobody waits for the scores
+    if attempt_of_evaluation(run, version) != attempt:
+        return False
+    write_summary(run, version, metrics)
+    return True
+
+
 def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, GroupMeta]:
     """Return which rows of an evaluation that is not over are finished, by their names.
 
@@ -280,14 +308,6 @@ def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, Gro
         print(f"version {version} is evaluated again: it was with other settings, prompts or weights", flush=True)
     discard_rows(run, version)
     return {}
-
-
-def discard_rows(run: Run, version: int) -> None:
-    """Remove what an evaluation has generated; losses of validation sets stay."""
-    for name in children(run.evals_of(version)):
-        path = run.evals_of(version) / name
-        if path.suffix in (".rows", ".jsonl") or path == run.eval_begun(version):
-            path.unlink(missing_ok=True)
 
 
 def _known(row: EvalRow) -> tuple[str, str, int, int]:

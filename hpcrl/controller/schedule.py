@@ -29,6 +29,7 @@ class Schedule:
         engines_begin_with_model: whether engines hold version 0 when they start; else its weights are published as any other's.
         min_replicas: when there are too few replicas to go on.
         evaluators: workers that only evaluate.
+        eval_by_job: whether a job of its own evaluates, and no worker (slurm.evaluation).
         max_failed_ratio: share of samples whose environments may fail.
         success_reward: reward from which on a sample has solved its prompt.
     """
@@ -53,6 +54,7 @@ class Schedule:
     engines_begin_with_model: bool = True
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
     evaluators: frozenset[str] = frozenset()
+    eval_by_job: bool = False
     max_failed_ratio: float = 0.5
     eval_settings: str = ""
     success_reward: float = 1.0

@@ -8,7 +8,7 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hpcrl.controller.admission import Admission, staleness
@@ -20,7 +20,6 @@ from hpcrl.controller.evaluation import (
     begin_evaluation,
     can_evaluate,
     discard_after,
-    discard_rows,
     eval_is_due,
     evaluation_work,
     finished_rows,
@@ -41,7 +40,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.scores import scores
 from hpcrl.observe.timeline import IDLE, LOAD
 from hpcrl.rundir.checkpoints import samples_removed
-from hpcrl.rundir.evaluations import begun_evaluations
+from hpcrl.rundir.evaluations import begun_evaluations, give_up_evaluation
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
@@ -94,6 +93,7 @@ class Service:
         self.lending = Lending(schedule.lent, self._admission, self._dispatcher, self._eval, schedule.batch_size)
         self._described = self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
+        self._restarting: tuple[str | None, float] = None, 0.0
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
         self.stop: str | None = None
         self.failure: HpcrlError | None = None
@@ -170,7 +170,7 @@ class Service:
         from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
             possible = version == step or (version < step and can_evaluate(self._run, version, from_model=from_model))
-            if possible and self._evaluates(version):
+            if possible and self._evaluates(version) and not self._schedule.eval_by_job:
                 history.evaluated[version] = finished_rows(self._run, version, self._eval_work(version))
         return history
 
@@ -188,10 +188,14 @@ class Service:
             return self._schedule.total_steps  # the answer to the first request got lost
         history = history or self.history(step)
         discard_after(self._run, step)
+        from_model = self._schedule.engines_begin_with_model
         for version in begun_evaluations(self._run):
-            if version not in history.evaluated:
+            possible = version == step or can_evaluate(self._run, version, from_model=from_model)
+            if self._schedule.eval_by_job and possible and self._evaluates(version):
+                self._begin_evaluation(version)
+            elif version not in history.evaluated:
                 print(f"version {version} is not evaluated any more: its weights or its prompts are gone", flush=True)
-                discard_rows(self._run, version)
+                give_up_evaluation(self._run, version)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum, self._files = history.batches, history.checksum, history.files
@@ -231,8 +235,9 @@ class Service:
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
     def _begin_evaluation(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None) -> None:
-        self._eval.begin(version, len(self._validation), evaluated)
-        begin_evaluation(self._run, version)
+        if not self._schedule.eval_by_job:
+            self._eval.begin(version, len(self._validation), evaluated)
+        begin_evaluation(self._run, version, self._attempt)
 
     def _publish(self, version: int, *, weights: bool = True) -> None:
         self._version, self._loadable = version, version if weights else self._loadable
@@ -260,16 +265,36 @@ class Service:
         """Return the version that the engine of worker `name`, which holds `held`, should have; None before the trainer has started.
 
         It is the newest one, as long as no evaluation needs another. Of those who hold newer ones, only one worker goes back to rows that a
-        lost worker left, and only where nothing can be trained without them. Nobody could go back to version 0 where it has no weights but the
-        model's. An engine that serves several versions always has the newest.
+        lost worker left, and only where nothing can be trained without them. An engine that serves several versions always has the newest.
         """
         if self._loadable is None or self._any_version(name) or not self._dispatcher.evaluates(name):
             return self._loadable
-        names = [other for other in self.workers if self._dispatcher.evaluates(other)]
-        waits = self._waits_for_evaluation or name in self._schedule.evaluators
-        goes_back = waits and self._eval.room() > 0 and name == min(names, default=name)
         stays = held == 0 and self._schedule.engines_begin_with_model
-        return self._eval.wanted(held, self._loadable, goes_back=goes_back, stays=stays)
+        return self._eval.wanted(held, self._loadable, goes_back=self._goes_back(name), stays=stays)
+
+    def _goes_back(self, name: str) -> bool:
+        if self._eval.room() <= 0:
+            return False
+        names = [other for other in self.workers if self._dispatcher.evaluates(other)]
+        if self._schedule.engines_begin_with_model and self._eval.room(0) > 0:
+            return self._waits_for_evaluation and name == self._starts_again(names)
+        waits = self._waits_for_evaluation or name in self._schedule.evaluators
+        return waits and name == min(names, default=name)
+
+    def _starts_again(self, names: Collection[str]) -> str | None:
+        """Return the worker that starts its engine again for version 0, which has no weights but the model's; None: another one holds it.
+
+        It remains the same one until it is back, or has been away for too long.
+        """
+        if any(self.workers[name].version == 0 for name in names):
+            return None
+        chosen, since = self._restarting
+        now = self._registry.clock.now()
+        away = now - since > self.min_replicas.patience_s
+        if chosen is None or (chosen not in self.workers and away):
+            chosen = min(names, default=None)
+            self._restarting = chosen, now
+        return chosen
 
     def keeps(self, name: str, held: int) -> bool:
         """Return whether the engine of a worker keeps its version: it is the one that it should have, or has rows of its evaluation."""

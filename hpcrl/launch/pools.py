@@ -86,10 +86,24 @@ def pooled_node(config: Config, worker: str) -> Node:
 
 
 def with_few_cores(config: Config) -> list[str]:
-    """Return the sections of pools on GPUs whose elements ask for no cores and take no whole nodes."""
+    """Return the sections of pools, and of the evaluation job, on GPUs whose elements ask for no cores and take no whole nodes."""
     pools = elastic_pools(config)
-    few = (pool.setting for pool in pools if config.slurm.has_scarce_elements(pool.asked, pool.share))
+    few = [pool.setting for pool in pools if config.slurm.has_scarce_elements(pool.asked, pool.share)]
+    asked = config.slurm.evaluation
+    if asked.when != "never" and config.slurm.has_scarce_elements(asked, config.replicas_per_node):
+        few.append("slurm.evaluation")
     return list(dict.fromkeys(few))
+
+
+def describe_evaluation(config: Config) -> list[str]:
+    """Return a line about the evaluation job, for people; none where there is none."""
+    asked = config.slurm.evaluation
+    if asked.when == "never":
+        return []
+    begins = "beside the run" if asked.when == "during" else "when the run's job has ended"
+    partition = asked.partition or config.slurm.partition or "of the cluster"
+    gpus = f", {config.generator.inference_engine.gpus} GPU(s) each" if config.slurm.gpus else ""
+    return [f"evaluation: {asked.engines} engine(s) in a job of its own, {begins}, partition {partition}{gpus}"]
 
 
 def describe_pools(pools: Sequence[Pool], config: Config) -> list[str]:

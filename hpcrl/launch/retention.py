@@ -1,7 +1,7 @@
 """Deletes what a run that ended need not keep: trainer.keep_when_done at its end, `hpcrl rm --keep` later.
 
     checkpoints/    but for the last one and those of ckpt_keep_best and ckpt_keep_every; with "export", all whose step is exported
-    weights/        engines get them again from the checkpoint; they stay where they are newer than it
+    weights/        engines get them again from the checkpoint; they stay where they are newer than it, or a job has yet to evaluate some
     dataset/        made again from its source
 
 What stays is verified first. Each directory leaves its name before it is deleted, so a kill in between leaves whole ones.
@@ -32,6 +32,7 @@ from hpcrl.rundir.commit import (
     unfenced,
     verify,
 )
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
 from hpcrl.rundir.ledger import read_attempts, read_outcome, require_newest
 from hpcrl.rundir.other_roots import own_homes
@@ -71,7 +72,8 @@ def shrink(run: Run, keep: Kept, retention: Retention, upload: UploadConfig, fen
     line, newest = line_of(run), max(committed(run.weights, version_of), default=0)
     exports = _exports(run, line)
     scores = values_of(run, retention.metric) if retention.metric else {}
-    chosen = {*line[-1:], *retention.chosen(line, scores)}
+    evaluated = begun_evaluations(run)
+    chosen = {*line[-1:], *retention.chosen(line, scores, evaluated)}
     needed = {*unsent(run, upload), *(path for _, path in uses_of(run))}
     stay = {path for path in chosen if keep == "last" or step_of(path) not in exports}
     stay |= {path for path in line if path in needed}
@@ -83,7 +85,8 @@ def shrink(run: Run, keep: Kept, retention: Retention, upload: UploadConfig, fen
     named = [run.checkpoints / name for name in children(run.checkpoints)]
     # what is in quarantine waits for a person
     old = [path for path in named if path.is_dir() and path not in stay and not path.name.startswith(".quarantined-")]
-    folders = [run.weights, run.datasets] if _has_weights(newest, last, exports) else [run.datasets]
+    unneeded = not evaluated and _has_weights(newest, last, exports)
+    folders = [run.weights, run.datasets] if unneeded else [run.datasets]
     for path in [*sorted(old), *filter(Path.is_dir, folders)]:
         discard(path, fence)
         yield path

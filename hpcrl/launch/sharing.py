@@ -32,6 +32,22 @@ def writing_for(group: str | None) -> Iterator[None]:
             os.umask(before)
 
 
+@contextmanager
+def made_for(group: str | None, folder: Path) -> Iterator[None]:
+    """Make a folder with its missing parents, for this user and the group, and let this process write into it what the group may read.
+
+    Raises:
+        RunError: the folder cannot be given to the group.
+    """
+    if problem := next(check_group(group), None):
+        raise RunError(f"{problem.path}: {problem.message}")
+    with writing_for(group):
+        folder.mkdir(parents=True, mode=0o700)
+        if group is not None:
+            share(folder, group)
+        yield
+
+
 def check_group(group: str | None) -> Iterator[Problem]:
     """Yield what keeps this user from giving files to the group."""
     if group is None:

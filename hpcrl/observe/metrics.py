@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, TypeVar
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import make_directory, open_file, parse_json
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import EVALUATION
 from hpcrl.rundir.space import explained
 
 _ALONE = ("trainer", "controller")
@@ -86,10 +87,10 @@ class MetricsWriter:
     """Appends the metrics of one process; the only writer of its file.
 
     Args:
-        resume_step: step after which this attempt continues; 0 for a fresh start.
+        resume_step: step after which this attempt continues; 0 for a fresh start; None: other processes report that.
     """
 
-    def __init__(self, run: Run, process: str, attempt: int, resume_step: int) -> None:
+    def __init__(self, run: Run, process: str, attempt: int, resume_step: int | None) -> None:
         path = run.metrics_of(process)
         self._path, self._attempt = path, attempt
         with explained(path):
@@ -98,7 +99,9 @@ class MetricsWriter:
         size = os.fstat(self._descriptor).st_size
         torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         # A writer that was killed may have left half a line, which must not swallow the next one.
-        self._append(b"\n" if torn else b"", {"attempt": attempt, "resume": resume_step})
+        self._before = b"\n" if torn else b""
+        if resume_step is not None:
+            self._append({"attempt": attempt, "resume": resume_step})
 
     def write(
         self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram | None] | None = None
@@ -108,10 +111,10 @@ class MetricsWriter:
         line["metrics"] = {name: float(value) for name, value in metrics.items()}
         if found := {name: [each.low, each.high, each.counts] for name, each in (histograms or {}).items() if each}:
             line["histograms"] = found
-        self._append(b"", line)
+        self._append(line)
 
-    def _append(self, before: bytes, line: dict[str, Any]) -> None:
-        data = before + json.dumps(line).encode() + b"\n"
+    def _append(self, line: dict[str, Any]) -> None:
+        data, self._before = self._before + json.dumps(line).encode() + b"\n", b""
         with explained(self._path):
             fault("metrics")
             while data:  # one call as a rule; a signal or a full disk may split it
@@ -208,7 +211,7 @@ def _is_histogram(value: Any) -> bool:
 
 def _unique(process: str, metrics: dict[str, _Value], wanted: Sequence[str]) -> dict[str, _Value]:
     """Return metrics, of all those that are wanted, under names that are unique in the run."""
-    own = "" if process in _ALONE else f"/{process}"
+    own = "" if process in _ALONE or process.startswith(EVALUATION) else f"/{process}"
     # one text for a name in all steps: they would take more memory than the values
     return {
         sys.intern(name + own): value

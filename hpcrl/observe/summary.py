@@ -36,6 +36,7 @@ TOKENS_PER_PASS = "generate/tokens_per_pass"
 PAUSE = "weights/pause_seconds"
 """Of each replica: how long it stood still for a new version."""
 _TOGETHER, _MOST_TOGETHER = 5, 40
+_MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,17 @@ def pace_of(run: Run) -> float | None:
     valid = _validity(run, read_attempts(run))
     newest = last_records(run, "trainer", STEP_SECONDS, valid, 2 * max(together, _TOGETHER) + 1)
     return seconds_per_step([(record.attempt, record.step, record.time) for record in reversed(newest)], together)
+
+
+def pace_by_nodes(run: Run) -> dict[int, float]:
+    """Return the seconds per step as `pace_of`, by the nodes of the attempts that trained the newest steps; without nodes that have trained too few."""
+    nodes = {attempt.number: len(attempt.hosts) for attempt in read_attempts(run)}
+    valid = _validity(run, read_attempts(run))
+    steps = dict[int, list[tuple[int, int, float]]]()
+    for record in reversed(last_records(run, "trainer", STEP_SECONDS, valid, _MOST_STEPS)):
+        steps.setdefault(nodes.get(record.attempt, 0), []).append((record.attempt, record.step, record.time))
+    paces = {count: seconds_per_step(own, _TOGETHER) for count, own in steps.items() if len(own) > _TOGETHER}
+    return {count: pace for count, pace in paces.items() if count and pace is not None}
 
 
 def seconds_per_step(steps: Sequence[tuple[int, int, float]], together: int) -> float | None:

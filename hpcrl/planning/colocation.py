@@ -55,8 +55,8 @@ def _away(config: Config) -> int:
 
 
 def on_host(config: Config, found: Estimate) -> int:
-    """Return the bytes of host memory that a rank's state takes while an engine has its device; they stay allocated."""
-    return sum(need.resident for need in found.needs.values()) - _kept(config, found)
+    """Return the bytes of host memory that a rank's state takes while an engine has its device; they stay allocated. Gradients are dropped."""
+    return sum(need.weights + need.optimizer for need in found.needs.values()) - _kept(config, found)
 
 
 def _kept(config: Config, found: Estimate) -> int:

@@ -31,7 +31,9 @@ def describe_disk(config: Config, sizes: Sizes | None) -> Iterator[str]:
             f"{readable_size(each * (versions + 1))}"
         )
         if trainer.eval_interval > 0:
-            yield f"  and those of evaluations that are not over: {MOST_OPEN} at most"
+            by_job = config.slurm.evaluation.when != "never"
+            most = "all that their job has yet to make" if by_job else f"{MOST_OPEN} at most"
+            yield f"  and those of evaluations that are not over: {most}"
         engine = config.generator.inference_engine
         if engine.full_weights_interval > 1:
             yield f"  every {engine.full_weights_interval}th version is whole, and stays as long as versions with changes of it"

@@ -129,6 +129,7 @@ class RunPlan:
                 }
                 for pool in self.pools
             ],
+            "evaluation": self.config.slurm.evaluation.when,
             "evaluators": [worker_name(number) for number in self.config.evaluators],
             "groups": self.groups,
             "models": models,

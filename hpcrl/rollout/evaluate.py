@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -46,12 +46,9 @@ async def evaluate(
     """
     engine = launched.connect(version=version)
     settings, finished, dump = generator.inference_engine, 0, directory.eval_dump(version, _REPLICA)
-    room = asyncio.Semaphore(max(1, settings.max_num_seqs // generator.eval_n_samples_per_prompt))
 
-    async def generate(item: Work, groups: Generator) -> GroupMeta:
+    async def note(group: Group) -> GroupMeta:
         nonlocal finished
-        async with room:
-            group = await groups.generate(item)
         await in_thread(append_text, dump, evaluated_text([group], decode))
         finished += 1
         on_finished(finished)
@@ -59,13 +56,35 @@ async def evaluate(
 
     async def generate_all() -> list[GroupMeta]:
         async with maker(engine) as groups:
-            return await asyncio.gather(*(generate(item, groups) for item in work))
+            return await generate_rows(groups, work, generator, note)
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds
     try:
         return await run_watched(launched, engine, [generate_all()], stall_s, load_s)
     finally:
         await engine.close()
+
+
+async def generate_rows(
+    groups: Generator,
+    work: Sequence[Work],
+    generator: GeneratorConfig,
+    finished: Callable[[Group], Awaitable[GroupMeta]],
+) -> list[GroupMeta]:
+    """Return the groups of all work, in its order, as many at a time as the engine decodes together.
+
+    Args:
+        finished: called with each group as soon as it has ended.
+    """
+    at_once = generator.inference_engine.max_num_seqs // generator.eval_n_samples_per_prompt
+    room = asyncio.Semaphore(max(1, at_once))
+
+    async def generate(item: Work) -> GroupMeta:
+        async with room:
+            group = await groups.generate(item)
+        return await finished(group)
+
+    return await asyncio.gather(*map(generate, work))
 
 
 def evaluated_text(groups: Sequence[Group], decode: Decode) -> str:

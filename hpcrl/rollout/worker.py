@@ -424,6 +424,10 @@ class Worker:
 
     async def _update(self, version: int) -> None:
         started, options = time.monotonic(), self._options
+        if version == 0 and options.from_model and self._engine.version:
+            raise EngineError(
+                "the engine starts again: rows of version 0 are left, which has no weights but the model that an engine starts with"
+            )
         self._updating = "fetch_weights"
         self._note_phase()
         try:

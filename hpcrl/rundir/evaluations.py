@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.rundir.commit import children
+from hpcrl.rundir.commit import children, read_json
 from hpcrl.rundir.layout import Run, version_of
 
 MOST_OPEN = 4
@@ -17,3 +17,31 @@ def begun_evaluations(run: Run) -> list[int]:
         for version in versions
         if version is not None and run.eval_begun(version).exists() and not run.eval_summary(version).exists()
     )
+
+
+def attempt_of_evaluation(run: Run, version: int) -> int | None:
+    """Return the attempt to which a version belongs whose evaluation has begun; None: it has not, or that attempt gave it up."""
+    return (read_json(run.eval_begun(version)) or {}).get("attempt")
+
+
+def versions_of_element(run: Run, element: int, elements: int, interval: int) -> list[int]:
+    """Return the versions that wait for one element of the evaluation job: the elements take the evaluations in turn.
+
+    Args:
+        interval: steps between evaluations.
+    """
+    own = (version for version in begun_evaluations(run) if -(-version // interval) % elements == element)
+    return [version for version in own if attempt_of_evaluation(run, version) is not None]
+
+
+def discard_rows(run: Run, version: int) -> None:
+    """Remove what an evaluation has generated; losses of validation sets stay."""
+    for name in children(run.evals_of(version)):
+        if name.endswith((".rows", ".jsonl")):
+            (run.evals_of(version) / name).unlink(missing_ok=True)
+
+
+def give_up_evaluation(run: Run, version: int) -> None:
+    """Remove what an evaluation has generated, and the note that it has begun: nothing is kept for it any more."""
+    discard_rows(run, version)
+    run.eval_begun(version).unlink(missing_ok=True)

@@ -31,7 +31,7 @@
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   evals/v000010/losses.json        of validation sets
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
-  evals/v000010/begun.json         as long as it has not: its weights, and the checkpoint of its step, stay
+  evals/v000010/begun.json         as long as it has not: its weights, and the checkpoint of its step, stay; the attempt that the version belongs to
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
@@ -41,7 +41,7 @@
   alerts.jsonl                     alerts of the run (hpcrl/rundir/alerts.py)
   trackers/<name>.json             what a tracker has received; <name>/ its own files
   uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
-  control/                         stop, stacks: requests to the agents
+  control/                         stop, stacks: requests to the agents; growth, the last one for more nodes (hpcrl/rundir/growth.py)
   claims/<number>.json             which start of which job the run belongs to, where several requests wait for it (hpcrl/rundir/claims.py)
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -292,6 +292,10 @@ class Run:
     @property
     def stop(self) -> Path:
         return self.path / "control" / "stop.json"
+
+    @property
+    def growth(self) -> Path:
+        return self.path / "control" / "growth.json"
 
     @property
     def stacks_request(self) -> Path:

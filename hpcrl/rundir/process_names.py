@@ -1,6 +1,6 @@
-"""Names of a run's rollout workers and scorers, which begin names of files, statuses and timelines."""
+"""Names of a run's rollout workers, scorers and elements of the evaluation job, which begin names of files, statuses and timelines."""
 
-WORKER, SCORER = "rollout-", "scorer-"
+WORKER, SCORER, EVALUATION = "rollout-", "scorer-", "evaluation-"
 
 
 def worker_name(replica: int) -> str:
@@ -9,3 +9,7 @@ def worker_name(replica: int) -> str:
 
 def scorer_name(number: int) -> str:
     return f"{SCORER}{number}"
+
+
+def evaluation_name(element: int) -> str:
+    return f"{EVALUATION}{element}"

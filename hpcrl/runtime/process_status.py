@@ -32,6 +32,9 @@ GIVEN_UP = "given up"
 SERVING = "serving"
 """State of a server that takes requests; its address is in the facts, as `url`."""
 
+ENDED = "ended"
+"""State of a node agent that has ended by itself."""
+
 LEFT = ("finished", "stopped")
 """States of a process that has ended as it should."""
 

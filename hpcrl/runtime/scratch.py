@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterable
@@ -108,7 +109,7 @@ class SharedScratch:
         of: what it is for and whose, a part of its name; the same for all that share it.
 
     Raises:
-        RunError: it cannot be made, or belongs to another user.
+        RunError: it cannot be made, belongs to another user, or other users could replace it.
     """
 
     def __init__(self, parent: Path, of: str) -> None:
@@ -123,6 +124,8 @@ class SharedScratch:
     def _joined(self) -> int | None:
         """Return the lock, shared with the others; None where the last of them has just removed the directory."""
         self.path.mkdir(0o700, parents=True, exist_ok=True)
+        if _is_others(self.path.parent):
+            raise PermissionError(errno.EPERM, "other users could replace it there")
         if self.path.is_symlink() or self.path.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "another user has made it")
         with suppress(FileNotFoundError):
@@ -141,6 +144,13 @@ class SharedScratch:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _discard(self.path)
         os.close(self._lock)
+
+
+def _is_others(directory: Path) -> bool:
+    """Return whether other users can rename what this user has in a directory: its owner, and those who may write to it."""
+    found, mapped = directory.stat(), int(Path("/proc/sys/kernel/overflowuid").read_text())
+    owners = (0, mapped, os.getuid())  # in a container, root outside of it is `mapped`
+    return found.st_uid not in owners or bool(found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX)
 
 
 def weight_copy_dir(engine: InferenceEngineConfig) -> Path | None:

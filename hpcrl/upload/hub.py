@@ -169,9 +169,12 @@ def _api(upload: UploadConfig) -> HfApi:
     if upload.hf_token_file:
         path = Path(upload.hf_token_file).expanduser()
         try:
-            token = path.read_text().strip()
-        except OSError as error:
-            raise UploadRefused(f"trainer.upload.hf_token_file: {path}: {error.strerror}; {_WHERE}") from error
+            token = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no ASCII text"
+            raise UploadRefused(f"trainer.upload.hf_token_file: {path}: {reason}; {_WHERE}") from error
+        if len(token.split()) != 1 or not token.isprintable():  # another file would travel in a header
+            raise UploadRefused(f"trainer.upload.hf_token_file: expected one line with a token in {path}; {_WHERE}")
     if not (token or get_token()):
         raise UploadRefused(f"the hub: no token; {_WHERE}")
     return HfApi(endpoint=upload.hf_endpoint, token=token)

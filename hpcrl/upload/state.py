@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.rundir.commit import children, read_bytes, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import parse_record, with_checksum
+from hpcrl.types import LARGEST
 from hpcrl.units import duration, readable_size
 
 _SILENT_S = 120.0
@@ -41,9 +42,23 @@ class UploadState:
         """Return the recorded state; empty where it is missing or damaged: the store is queried then."""
         content = read_bytes(path)
         try:
-            return cls(**parse_record(content, required=True)[0]) if content is not None else cls()
+            found = cls(**parse_record(content, required=True)[0]) if content is not None else cls()
         except (ValueError, TypeError):
             return cls()
+        return found if found._is_whole() else cls()
+
+    def _is_whole(self) -> bool:
+        """Return whether each field has its type: a run below a shared root may be anybody's."""
+        sent, now = self.sent, self.now
+        return (
+            isinstance(self.target, str)
+            and isinstance(self.place, str)
+            and isinstance(sent, dict)
+            and all(_has(one, "mark", "bytes", "time") for one in sent.values())
+            and all(isinstance(one, dict) for one in (self.failed, self.given_up))
+            and all(isinstance(why, str) for why in (*self.failed.values(), *self.given_up.values()))
+            and (now is None or _has(now, "name", "bytes", "total", "time"))
+        )
 
     def write(self, path: Path) -> None:
         """Write it; an upload does not end because that cannot be done."""
@@ -71,3 +86,11 @@ def upload_states(run: Run) -> dict[str, UploadState]:
     """Return the state of uploads to each store."""
     names = sorted(name for name in children(run.uploads) if name.endswith(".json") and name[0] != ".")
     return {name.removesuffix(".json"): UploadState.read(run.uploads / name) for name in names}
+
+
+def _has(value: Any, text: str, *numbers: str) -> bool:
+    """Return whether a record has a text and finite numbers under these names."""
+    if not isinstance(value, dict) or not isinstance(value.get(text), str):
+        return False
+    found = [value.get(name) for name in numbers]
+    return all(isinstance(one, (int, float)) and abs(one) <= LARGEST for one in found)

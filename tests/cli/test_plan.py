@@ -236,6 +236,11 @@ def test_trainer_and_engine_in_turns() -> None:
     assert wide[3].startswith("  in the engine's turn 1,536.00 of the trainer"), "the ranks that share a copy"
     eager = told(generator__inference_engine__enforce_eager=True)
     assert eager[1].endswith(" 1,024.00 of the engine")
+    lines = planned(megatron(both))
+    rows = {line[2:20].strip(): line[20:].split() for line in lines if line.startswith("  ")}
+    leaves = sum(float(each) for row in ("weights", "optimizer") for each in rows[row] if each != "-")
+    (host,) = (line for line in lines if "host memory for what leaves" in line)
+    assert float(host.split()[-4]) == pytest.approx(leaves, abs=0.02), "gradient buffers are dropped"
 
 
 def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.algorithms.advantages import ESTIMATORS
@@ -57,6 +58,34 @@ def read_by_name() -> set[Read]:
     return found
 
 
+@dataclass(frozen=True)
+class _Body:
+    """A function, a lambda or a module, without the functions in it.
+
+    Attributes:
+        assigned: targets with their values.
+        reading: attributes and calls.
+        texts: its constants.
+        inner: the functions in it, each with the section that it is a method of.
+    """
+
+    assigned: list[tuple[ast.AST, ast.AST]]
+    reading: list[ast.AST]
+    texts: set[Any]
+    inner: list[tuple[ast.AST, Names]]
+
+    @classmethod
+    def of(cls, body: ast.AST) -> _Body:
+        nodes, inner = list[ast.AST](), list[tuple[ast.AST, Names]]()
+        _own_nodes(body, nodes, inner)
+        return cls(
+            [pair for node in nodes for pair in _assigned(node)],
+            [node for node in nodes if isinstance(node, ast.Attribute | ast.Call)],
+            {node.value for node in nodes if isinstance(node, ast.Constant)},
+            inner,
+        )
+
+
 class _Modules:
     """What modules declare, and the settings that they read.
 
@@ -71,6 +100,7 @@ class _Modules:
         self.results: dict[str, Names] = {}
         self.properties: dict[str, Names] = {}
         self.found: set[Read] = set()
+        self._bodies: dict[ast.AST, _Body] = {}
 
     def declare(self, tree: ast.AST) -> None:
         for node in ast.walk(tree):
@@ -84,22 +114,22 @@ class _Modules:
 
     def function(self, body: ast.AST, around: dict[str, Names], owner: Names = _NONE) -> None:
         """Look at a function, a lambda or a module, and at what is defined in it; `owner`: the section that it is a method of."""
-        names, inner, nodes = dict(around), list[tuple[ast.AST, Names]](), list[ast.AST]()
+        names = dict(around)
         if isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for parameter in (*body.args.posonlyargs, *body.args.args, *body.args.kwonlyargs):
                 names[parameter.arg] = owner if parameter.arg == "self" else _named(parameter.annotation)
-        _own_nodes(body, nodes, inner)
+        if (own := self._bodies.get(body)) is None:  # each is looked at in every round
+            own = self._bodies[body] = _Body.of(body)
         for _ in range(_ROUNDS):
-            for target, value in (pair for node in nodes for pair in _assigned(node)):
+            for target, value in own.assigned:
                 held = self._sections(value, names)
                 if isinstance(target, ast.Name):
                     _add(names, target.id, held)
                 elif isinstance(target, ast.Attribute):
                     _add(self.fields, target.attr, held)
-        texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
-        for node in nodes:
-            self._read(node, names, texts)
-        for function, of in inner:
+        for node in own.reading:
+            self._read(node, names, own.texts)
+        for function, of in own.inner:
             self.function(function, names, of)
 
     def _read(self, node: ast.AST, names: dict[str, Names], texts: set[Any]) -> None:

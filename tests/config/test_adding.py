@@ -130,11 +130,19 @@ def changed(checkout: Path) -> set[str]:
     }
 
 
-def test_a_loss_with_a_number_is_two_files(checkout: Path) -> None:
+def test_a_loss_with_a_number_is_two_files_and_a_setting_its_line_its_consumer_and_its_test(checkout: Path) -> None:
     replace(checkout / "hpcrl/algorithms/losses.py", "\nPOLICY_LOSSES: dict[str, Loss] = {\n", LOSS)
     (checkout / "tests/algorithms/test_margin.py").write_text(ITS_TEST)
+    of_loss = changed(checkout)
+    assert of_loss == {"hpcrl/algorithms/losses.py", "tests/algorithms/test_margin.py"}
+    replace(checkout / "hpcrl/config/sections/trainer.py", "\n    eval_before_train: bool", SETTING)
+    with (checkout / "hpcrl/config/token_limits.py").open("a") as module:
+        module.write(CONSUMER)
+    (checkout / "tests/config/test_nap.py").write_text(ITS_OWN_TEST)
     by_hand = changed(checkout)
-    assert by_hand == {"hpcrl/algorithms/losses.py", "tests/algorithms/test_margin.py"}
+    assert by_hand - of_loss == {
+        "hpcrl/config/sections/trainer.py", "hpcrl/config/token_limits.py", "tests/config/test_nap.py",
+    }  # fmt: skip
 
     succeeds(checkout, "-m", "hpcrl.docs.describe")
     assert changed(checkout) - by_hand <= GENERATED
@@ -142,13 +150,20 @@ def test_a_loss_with_a_number_is_two_files(checkout: Path) -> None:
     explained = succeeds(checkout, "-m", "hpcrl.cli.main", "config", "explain", "trainer.algorithm.margin.slack")
     assert "margin: what is added to each token's loss." in explained
     assert "a number, at least 0 and at most 1" in explained
-    assert refused(checkout, "trainer.algorithm.policy_loss_type=margin", "trainer.algorithm.margin.slack=0.25") == []
-    (range_,) = refused(checkout, "trainer.algorithm.policy_loss_type=margin", "trainer.algorithm.margin.slack=2")
-    assert range_ == "trainer.algorithm.margin.slack: expected at least 0 and at most 1, found 2.0"
-    (unused,) = refused(checkout, "trainer.algorithm.margin.slack=0.25")
-    assert "has no effect without trainer.algorithm.policy_loss_type=margin" in unused
-    tests = ["tests/algorithms/test_margin.py", "tests/algorithms/test_losses.py", "-k", "margin"]
-    assert " passed" in succeeds(checkout, "-m", "pytest", "-q", *tests)
+    loss, slack = "trainer.algorithm.policy_loss_type=margin", "trainer.algorithm.margin.slack"
+    assert refused(checkout, loss, f"{slack}=0.25") == []
+    assert refused(checkout, loss, f"{slack}=2", "trainer.profiler.enable=true", "trainer.nap_seconds=-1") == [
+        f"{slack}: expected at least 0 and at most 1, found 2.0",
+        "trainer.nap_seconds: expected at least 0, found -1.0",
+    ]
+    of_number, of_nap = refused(checkout, f"{slack}=0.25", "trainer.nap_seconds=1")
+    assert "has no effect without trainer.algorithm.policy_loss_type=margin" in of_number
+    assert "has no effect without trainer.profiler.enable" in of_nap
+    of_algorithms = ["tests/algorithms/test_margin.py", "tests/algorithms/test_losses.py"]
+    of_config = ["test_nap.py", "test_reads.py", "test_resume_changes.py", "rules/test_single_values.py"]
+    named = ["-k", "margin or every_setting or every_number or nap"]
+    tests = [*of_algorithms, *(f"tests/config/{name}" for name in of_config)]
+    assert " passed" in succeeds(checkout, "-m", "pytest", "-q", *tests, *named)
 
 
 def test_a_loss_without_its_documents_is_named(checkout: Path) -> None:
@@ -160,22 +175,3 @@ def test_a_loss_without_its_documents_is_named(checkout: Path) -> None:
     )
     told = python(checkout, "-m", "hpcrl.docs.describe").stderr
     assert "hpcrl/algorithms/losses.py: margin: its setting slack has no meaning" in told
-
-
-def test_a_setting_is_its_line_its_consumer_and_its_test(checkout: Path) -> None:
-    replace(checkout / "hpcrl/config/sections/trainer.py", "\n    eval_before_train: bool", SETTING)
-    with (checkout / "hpcrl/config/token_limits.py").open("a") as module:
-        module.write(CONSUMER)
-    (checkout / "tests/config/test_nap.py").write_text(ITS_OWN_TEST)
-    by_hand = changed(checkout)
-    assert by_hand == {"hpcrl/config/sections/trainer.py", "hpcrl/config/token_limits.py", "tests/config/test_nap.py"}
-
-    succeeds(checkout, "-m", "hpcrl.docs.describe")
-    assert changed(checkout) - by_hand <= GENERATED
-    (range_,) = refused(checkout, "trainer.profiler.enable=true", "trainer.nap_seconds=-1")
-    assert range_ == "trainer.nap_seconds: expected at least 0, found -1.0"
-    (unused,) = refused(checkout, "trainer.nap_seconds=1")
-    assert "has no effect without trainer.profiler.enable" in unused
-    tests = ["test_nap.py", "test_reads.py", "test_resume_changes.py", "rules/test_single_values.py"]
-    named = ["-k", "every_setting or every_number or nap"]
-    succeeds(checkout, "-m", "pytest", "-q", *(f"tests/config/{name}" for name in tests), *named)

@@ -52,6 +52,7 @@ def test_other_texts_are_no_ranges(text: str) -> None:
         ([f"{NODES}=1-999"], "expected at most 256 layouts, found 999"),
         ([f"{ENGINES}=1-2", "slurm.elastic.replicas=1"], "num_engines: expected a number with slurm.elastic.replicas"),
         (["slurm.extra.time-min=10"], "set slurm.time_min_minutes instead"),
+        (["slurm.grow_minutes=60"], "slurm.grow_minutes: needs a range of trainer.placement.policy_num_nodes or"),
     ],
 )
 def test_what_no_layout_can_mend_is_refused(settings: list[str], message: str) -> None:

@@ -116,7 +116,7 @@ def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
     assert {int(item.prompt.uid) for item in work if item.kind == "train"} <= {3, 4, 5}
 
 
-@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.faults_slow)])
 def test_what_a_finished_group_costs(tmp_path: Path, groups: int) -> None:
     """Beside other work on the machine waiting tells little; the processor's time says how many groups per second there could be."""
     load = Load(rate=200.0, seconds=3.0, groups=groups, workers=20, batch_size=64)

@@ -21,10 +21,6 @@ def play(scene: Scene) -> Play:
     return one
 
 
-def idle_share(one: Play) -> float:
-    return one.idle / (one.idle + one.busy)
-
-
 @pytest.mark.parametrize("bound", range(5))
 def test_a_run_with_failures_and_joins(bound: int) -> None:
     one = play(Scene(replicas=100, batch_size=200, steps=15, bound=bound, lifetime_s=2000.0, seed=bound))
@@ -32,7 +28,7 @@ def test_a_run_with_failures_and_joins(bound: int) -> None:
     assert one.counts["late accepted"] + one.counts["late refused"]
     assert one.dropped
     assert one.given_up == 0
-    assert idle_share(one) < 0.01
+    assert one.idle_share < 0.01
 
 
 def test_surplus_groups_keep_stragglers_from_holding_a_batch() -> None:
@@ -126,7 +122,7 @@ def test_a_million_groups_and_a_thousand_replicas_in_a_minute() -> None:
     one = play(Scene(replicas=1000, batch_size=2000, steps=500))
     assert time.process_time() - began < 60
     assert one.admission.cursor > 1_000_000
-    assert idle_share(one) < 0.01
+    assert one.idle_share < 0.01
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -137,7 +133,7 @@ def test_evaluations_beside_training_cost_no_idle_replicas(bound: int) -> None:
     )
     one = play(replace(calm, evaluate=2))
     assert one.evaluated == 6
-    assert idle_share(one) < 0.01
+    assert one.idle_share < 0.01
     assert one.now < 1.5 * play(calm).now, "rows are as much work as groups are, each second step"
 
 

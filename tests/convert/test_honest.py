@@ -137,7 +137,7 @@ def test_settings_that_are_settled_by_hand_are_accepted(tmp_path: Path) -> None:
             True,
         ),
         ([ENGINE + "num_engines=2"], False),
-        (["trainer.strategy=megatron"], False),
+        (["trainer.strategy=megatron"], True),
         (["trainer.placement.colocate_all=false"], False),
     ],
 )

@@ -152,9 +152,9 @@ def test_dapo_filters_groups_and_shortens_responses(tmp_path: Path) -> None:
     )
 
 
-def test_megatron_gets_nodes_for_its_engines_and_recomputes_as_told(tmp_path: Path) -> None:
+def test_megatron_shares_its_gpus_and_recomputes_as_told(tmp_path: Path) -> None:
     config = load(words(MEGATRON), tmp_path)
-    assert config.trainer.placement.colocate_all is False
+    assert config.trainer.placement.colocate_all is True
     assert config.generator.inference_engine.max_num_seqs == 1024
     assert config.trainer.policy.model.lora.rank == 16
     assert config.trainer.policy.model.lora.target_modules == "all-linear"

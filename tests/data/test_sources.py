@@ -98,10 +98,9 @@ def conversations(path: Path, sizes: dict[int, int], **options: Any) -> Path:
     ("sizes", "options", "most_mb"),
     [
         # Arrow holds at most 2 GiB of a nested text in a batch; a row group says nothing of texts that its dictionary has once
-        ({2_200_000: 1000}, {}, 400),
-        ({1_000_000: 256}, {"use_dictionary": False, "write_batch_size": 4}, 300),
+        pytest.param({2_200_000: 1000}, {}, 400, marks=pytest.mark.faults_slow, id="more than 2 GiB"),
+        pytest.param({1_000_000: 256}, {"use_dictionary": False, "write_batch_size": 4}, 300, id="large rows"),
     ],
-    ids=["more than 2 GiB", "large rows"],
 )
 def test_rows_are_read_in_batches_of_bytes(
     tmp_path: Path, sizes: dict[int, int], options: dict[str, Any], most_mb: int

@@ -157,7 +157,7 @@ class Scenario:
     def run_of(self, name: str = "run") -> Run:
         return Run(self.path / "runs" / "faults" / name)
 
-    def hpcrl(self, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def hpcrl(self, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Call hpcrl on the login node."""
         return self.cluster.run([HPCRL, *arguments], timeout, self.path)
 

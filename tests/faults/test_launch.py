@@ -43,6 +43,7 @@ def _inside(scenario: Scenario, node: str, *command: str) -> None:
     subprocess.run(["nsenter", "-t", str(slurmd), "-m", *command], check=True, capture_output=True)
 
 
+@pytest.mark.faults_slow
 @pytest.mark.own_cluster("--conf", "MaxArraySize=4")
 def test_02_refused_by_slurm(scenario: Scenario) -> None:
     """A partition, a reservation and an array larger than there are: an exit code, Slurm's reason, and nothing is left."""

@@ -248,6 +248,7 @@ def _raw_id(scenario: Scenario, run: Run) -> str:
     return shown.partition("JobId=")[2].split()[0]
 
 
+@pytest.mark.faults_slow
 @pytest.mark.own_cluster("--conf", "MinJobAge=2")
 def test_19_cancel_saves_and_does_not_requeue(scenario: Scenario) -> None:
     """Slurm forgets the job (scenario 36): the state comes from the run's own files."""

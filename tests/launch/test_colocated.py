@@ -26,6 +26,17 @@ pytestmark = pytest.mark.slow
 COLOCATED = "trainer.placement.colocate_all=true"
 KEPT = [*SMALL, "trainer.ckpt_interval=4"]  # samples are kept, too
 CURVES = ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "reward/avg_raw_reward", "eval/all/avg_score")
+VLLM = ["generator.inference_engine.backend=vllm"]
+TWO_RANKS = ["trainer.placement.policy_num_gpus_per_node=2"]
+MEGATRON = [
+    *TWO_RANKS,
+    "trainer.strategy=megatron",
+    "trainer.policy.fsdp_config=default",
+    "trainer.policy.megatron_config.dtype=fp32",
+    "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+    "trainer.ref.megatron_config.dtype=fp32",
+]
+TWO_ENGINES = "generator.inference_engine.num_engines=2"
 AT_WORK = {"generate", "evaluate", "update_weights"}
 TRAINING = {"load_rows", "fwd_logprobs_values_reward", "policy_train", "sync_weights", "onload", "offload"}
 
@@ -61,12 +72,8 @@ def assert_in_turns(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        [],
-        ["generator.inference_engine.backend=vllm"],
-        ["trainer.placement.policy_num_gpus_per_node=2", "generator.inference_engine.num_engines=2"],
-    ],
-    ids=["embedded", "vllm", "two-of-both"],
+    [[], VLLM, [*TWO_RANKS, TWO_ENGINES], [*MEGATRON, TWO_ENGINES]],
+    ids=["embedded", "vllm", "two-of-both", "megatron"],
 )
 def test_it_is_the_run_with_nodes_apart(place: Path, settings: list[str]) -> None:
     together = submit(place, "together", *KEPT, *settings, COLOCATED)
@@ -102,6 +109,27 @@ def test_unfinished_samples_go_on_in_the_next_turn(place: Path, backend: str, mo
     mixed = [sample for sample in samples_of(run) if len({*sample.versions[sample.versions >= 0].tolist()}) > 1]
     assert mixed, "no sample was interrupted"
     verified = hpcrl("verify", "asynchronous", cwd=place)
+    assert verified.returncode == 0, verified.stdout
+
+
+@pytest.mark.parametrize("settings", [TWO_RANKS, MEGATRON, VLLM], ids=["two-ranks", "megatron", "vllm"])
+def test_engines_generate_on_the_gpus_of_a_trainer_that_waits(
+    place: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine of its own has room for one group at a time, and environments are slow: all others get leases. Each group trains once."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    steps, lengths = 12, importlib.import_module("turns").uneven(place)
+    intervals = [f"trainer.{name}={steps}" for name in ("max_steps", "ckpt_interval")]
+    none = ["trainer.eval_before_train=false", "trainer.eval_interval=0"]
+    room = "generator.inference_engine.max_num_seqs=4"
+    run = submit(place, "lending", *KEPT, *lengths, *intervals, *none, room, "trainer.placement.lend=true", *settings)
+    assert finish(run, 1, 900) == "done", logs_of(run)
+    files = [read_batch(run.batch(step)) for step in batch_steps(run)]
+    groups = [group for file in files if file for group in file.batch.groups]
+    assert len(groups) == len({group.group_id for group in groups}) == steps * 8
+    assert {group.replica for group in groups} == {0, *([1, 2] if TWO_RANKS[0] in settings else [1])}
+    assert max(curve(run, "replicas/leases").values()) > 0
+    verified = hpcrl("verify", "lending", cwd=place)
     assert verified.returncode == 0, verified.stdout
 
 

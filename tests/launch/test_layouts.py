@@ -17,6 +17,7 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.start import NodeContext, await_attempt
 from hpcrl.launch.layouts import AttemptLayout, all_layouts, describe_layouts, layout_for, usable_layouts
+from hpcrl.launch.requeue.requeue import HERE
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts, local_executor
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.launch.submit.submit import submit
@@ -136,6 +137,31 @@ def test_sbatch_is_asked_for_the_range(tmp_path: Path) -> None:
     assert "#SBATCH --ntasks-per-node=1" in fixed
     assert "#SBATCH --nodes=2" in fixed
     assert not any("time-min" in line for line in fixed)
+
+
+def test_the_batch_script_starts_another_attempt_on_the_nodes_that_are_left(tmp_path: Path) -> None:
+    """Its own lines, with stand-ins for the programs that they call: the end of the first attempt asks for another one, the second's does not."""
+    element = Element("mine", load(f"{NODES}=1-4"), [])
+    script = batch_scripts(Submission(tmp_path / "project" / ".slurm" / "mine", [element]))["batch script"]
+    programs = {
+        "srun": 'echo "srun $SLURM_JOB_NUM_NODES $SLURM_NNODES $SLURM_JOB_NODELIST $SLURM_OVERLAP $HPCRL_ATTEMPTS_HERE $HPCRL_LEAST_NODES"',
+        "squeue": 'echo "3 n[1,3-4]"',
+        "python": f'echo "$2 $4"; [ "$HPCRL_ATTEMPTS_HERE" ] && exit 5; exit {HERE}',
+    }
+    for name, line in programs.items():
+        write_text(tmp_path / name, f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    given |= {"SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "n[1-4]"}
+    text = script.replace(sys.executable, str(tmp_path / "python"))
+    done = subprocess.run(["bash", "-c", text], env=given, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 5, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["srun", "4", "4", "n[1-4]", "2"],
+        ["hpcrl.launch.requeue.epilogue", "0"],
+        ["srun", "3", "3", "n[1,3-4]", "1", "1", "2"],
+        ["hpcrl.launch.requeue.epilogue", "0"],
+    ]
 
 
 def test_elements_of_a_job_array_have_the_same_nodes(tmp_path: Path) -> None:

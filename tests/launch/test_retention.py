@@ -18,7 +18,7 @@ from hpcrl.launch.retention import Kept, end_of_run, shrink, uses_of
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.checkpoints import Retention, require_checkpoints, samples_removed
 from hpcrl.rundir.commit import children, committed, committed_directory, verify, write_text
-from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.rundir.starts import note
 from tests.upload.material import end, made_run, write_checkpoint, write_export
@@ -80,6 +80,17 @@ def test_what_stays(run: Run, keep: Kept, retention: Retention, stay: list[str])
         with pytest.raises(RunError, match=rf"submit a new run .* trainer.policy.model.path={run.export(6)}"):
             require_checkpoints(run)
     assert delete(run, keep, retention) == []
+
+
+def test_what_a_job_has_yet_to_evaluate_stays(run: Run) -> None:
+    """Weights, and where scores of evaluations choose, the checkpoint too; a later call deletes them."""
+    by_score = Retention(3, metric="eval/all/avg_score")
+    write_text(run.eval_begun(4), json.dumps({"version": 4, "attempt": 1}))
+    assert "weights" not in delete(run, "last", by_score)
+    assert left(run) == [".quarantined-s000001.1", "s000004", "s000006"]
+    assert committed(run.weights, version_of) == [4, 6]
+    write_text(run.eval_summary(4), "{}")
+    assert "weights" in delete(run, "last", by_score)
 
 
 def test_a_last_checkpoint_without_export_stays(run: Run) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.sharing import check_group, closed_above, share, umask_of, writing_for
+from hpcrl.errors import RunError
+from hpcrl.launch.sharing import check_group, closed_above, made_for, share, umask_of, writing_for
 
 GROUP = grp.getgrgid(1 if os.geteuid() == 0 else os.getegid())
 
@@ -37,6 +38,27 @@ def test_a_folder_is_given_to_a_group_and_taken_back(tmp_path: Path) -> None:
     share(run, None)
     assert [mode(run / name) for name in names] == ["700", "600", "700", "600", "700"]
     assert umask_of(None) == 0o077
+
+
+def test_a_folder_of_a_command_is_made_for_the_group(tmp_path: Path) -> None:
+    """As `hpcrl eval`, `rescore` and `score` make theirs."""
+    place = tmp_path / "evaluations" / "s000004"
+    with made_for(GROUP.gr_name, place):
+        (place / "secrets").mkdir(mode=0o700)
+        (place / "logs" / "0").mkdir(parents=True)
+        (place / "results.json").touch()
+    names = ("..", "", "secrets", "logs", "logs/0", "results.json")
+    assert [mode(place / name)[-3:] for name in names] == ["750", "750", "700", "750", "750", "640"]
+    assert {(place / name).stat().st_gid for name in names[1:]} == {GROUP.gr_gid}
+    with made_for(None, tmp_path / "own"):
+        pass
+    assert mode(tmp_path / "own") == "700"
+    with (
+        pytest.raises(RunError, match="there is no group no-such-group here"),
+        made_for("no-such-group", tmp_path / "x"),
+    ):
+        pass
+    assert not (tmp_path / "x").exists()
 
 
 def test_only_a_group_that_is_there_may_be_named() -> None:

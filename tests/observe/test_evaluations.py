@@ -93,14 +93,14 @@ def test_two_versions_of_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_an_evaluation_that_goes_on_is_read_only_by_name(run: Run) -> None:
     append_text(run.eval_dump(12, 0), line(0, 0, "x", "x", 1.0))
-    begin_evaluation(run, 12)
+    begin_evaluation(run, 12, 1)
     assert dumped_samples(run, None)[0] == Evaluation.read(run).version == 9
     assert len(dumped_samples(run, 12)[1]) == 1
     write_summary(run, 12, {})
     assert dumped_samples(run, None)[0] == 12
     for version in (0, 9, 12):
         run.eval_summary(version).unlink(missing_ok=True)
-        begin_evaluation(run, version)
+        begin_evaluation(run, version, 1)
     with pytest.raises(
         RunError, match=r"has no evaluation that is over; name a version to read what there is: 0, 9, 12"
     ):

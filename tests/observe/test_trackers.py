@@ -14,9 +14,12 @@ from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.config.sections.trainer import LOGGERS
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.report.content import content_of
+from hpcrl.observe.tensorboard.hparams import hparams_of
+from hpcrl.observe.tensorboard.texts import configuration
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.observe.trackers.packages import TRACKERS
-from hpcrl.observe.trackers.send import MetricSender
+from hpcrl.observe.trackers.send import MetricSender, Sent, _tracked
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime import followers
@@ -77,6 +80,25 @@ def test_each_value_once_over_restarts(run: Run, monkeypatch: pytest.MonkeyPatch
     assert (opened[0]["project"], opened[0]["name"], opened[0]["group"]) == ("project", "rate.0-lr-1", "rate")
     assert sum("closed" in line for line in told(run)) == 2
     assert "step 3 x 1003\n" in run.log(1, "tracker-console").read_text()
+
+
+def test_what_leaves_a_run_has_no_secrets_of_its_configuration(run: Run) -> None:
+    """config.toml is for its user; trackers and reports are for others."""
+    settings = [
+        "environment.skyrl_gym.search.search_url=http://me:pa55@h:1/x?api_key=q9z",
+        "slurm.setup=['export A_TOKEN=hf_1']",
+    ]
+    write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
+    write_text(run.submission, json.dumps({"overrides": settings}))
+    reported = content_of(run, lambda _: str)
+    left = [
+        str(_tracked(run, OWN, Sent("x"), None).configuration), json.dumps(reported["config"]), json.dumps(reported["environment"]),
+        configuration(run), str(list(hparams_of(run))),
+    ]  # fmt: skip
+    for text in left:
+        assert not [secret for secret in ("pa55", "q9z", "hf_1") if secret in text]
+    assert "http://…@h:1/x?api_key=…" in left[0]
+    assert "export A_TOKEN=…" in left[0]
 
 
 def test_one_that_is_down_or_stuck_holds_nothing_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

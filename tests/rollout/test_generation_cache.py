@@ -24,6 +24,7 @@ from tests.rollout.test_generate import HERE, TOKENIZER, work
 
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 100, "logprobs": 0}
 N = 16
+POLL_S = 0.05  # engines are asked while one token takes 0.1 s
 TALKS = GeneratorConfig(max_turns=3, sampling_params=SamplingParams(max_generate_length=60))
 
 
@@ -42,7 +43,7 @@ async def some_ended(engine: Engine, sampling: Mapping[str, Any]) -> tuple[dict[
         assert found.keys() <= {"mine"}
         assert not told.keys() & found.get("mine", {}).keys(), "told twice"
         told |= found.get("mine", {})
-        await asyncio.sleep(0)
+        await asyncio.sleep(POLL_S)
     await nameless
     return told, await whole
 
@@ -85,7 +86,7 @@ async def begun(engine: Engine, run: Run, item: Work, config: GeneratorConfig, e
     while not group.done() and sum(len(read_turns(path)[0]) for path in written(run)) < enough:
         cache.note(await engine.ended())
         kept.write()
-        await asyncio.sleep(0)
+        await asyncio.sleep(POLL_S)
     assert not group.done(), "too late to kill its worker"
     group.cancel()
     await asyncio.gather(group, return_exceptions=True)

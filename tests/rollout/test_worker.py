@@ -304,6 +304,20 @@ def test_damaged_weights_end_the_worker_before_the_pause(
         assert http.get("/weight_info").json() == {"weight_version": "0"}
 
 
+def test_a_worker_that_is_to_go_back_to_the_model_ends_at_once(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    """An engine holds it when it starts, and has no weights of it to load."""
+    publish(run, 1, models[1])
+    controller.version = 1
+    thread, failed = start(run, server, with_engine)
+    wait_for(lambda: controller.claims and controller.claims[-1]["version"] == 1, 60, f"still version 0, {failed}")
+    controller.version = 0
+    thread.join(50)  # less than weights that do not appear are waited for
+    assert isinstance(failed[0], EngineError)
+    assert "the engine starts again" in str(failed[0])
+
+
 def test_an_environment_that_is_not_there_ends_the_worker(
     run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
 ) -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.engines.vllm.processes import shared_memory
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, RunError
 from hpcrl.runtime.scratch import (
     SHARED_MEMORY,
     Scratch,
+    SharedScratch,
     left_shared_memory,
     note_shared_memory,
     remove_abandoned,
@@ -199,3 +200,19 @@ def test_shared_memory_that_killed_processes_left_is_told_and_an_engines_is_remo
     finally:
         process.kill()
         path.unlink(missing_ok=True)
+
+
+def test_a_shared_directory_is_not_made_where_others_could_replace_it(folder: Path) -> None:
+    """Who makes generator.inference_engine.weight_copy_dir first could give engines other weights."""
+    folder.chmod(0o1777)
+    shared = SharedScratch(folder, "weights-a")
+    assert shared.path.stat().st_mode & 0o777 == 0o700
+    shared.remove()
+    folder.chmod(0o777)
+    with pytest.raises(RunError, match=r"weights-a-.* other users could replace it there; choose another directory"):
+        SharedScratch(folder, "weights-a")
+    folder.chmod(0o1777)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        with pytest.raises(RunError, match="other users could replace it there"):
+            SharedScratch(folder, "weights-a")

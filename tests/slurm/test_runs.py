@@ -83,16 +83,13 @@ def test_dead_rank_ends_the_attempt_and_the_run_goes_on_by_itself(cluster: DevCl
 
 
 def test_preempted_run_saves_and_comes_back_and_again_after_a_crash(cluster: DevCluster, tmp_path: Path) -> None:
-    """A job of a higher partition takes all nodes: the run saves and is requeued. Its second attempt loses the controller, and is requeued too."""
-    arguments = [
-        str(QUICKSTART),
-        SITE,
-        "trainer.run_name=preempted",
-        *SMALL,
-        "trainer.max_steps=30",
-        "trainer.eval_interval=30",
-    ]
-    assert cluster.run([HPCRL, "submit", *arguments, "trainer.ckpt_interval=100"], cwd=tmp_path).returncode == 0
+    """A job of a higher partition takes all nodes: the run saves and is requeued. Its second attempt loses the controller, and is requeued too.
+
+    The third one is cancelled: it saves, and is not requeued.
+    """
+    many = ["trainer.max_steps=500", "trainer.eval_interval=0", "trainer.ckpt_interval=100"]
+    arguments = [str(QUICKSTART), SITE, "trainer.run_name=preempted", *SMALL, *many]
+    assert cluster.run([HPCRL, "submit", *arguments], cwd=tmp_path).returncode == 0
     run = Run.open(tmp_path / "runs" / "quickstart" / "preempted")
     wait_for(lambda: run.batch(4).exists(), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 180)
     cluster.ask(["sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 3"])
@@ -109,10 +106,20 @@ def test_preempted_run_saves_and_comes_back_and_again_after_a_crash(cluster: Dev
     outcome = outcome_of(run, 2)
     assert outcome is not None
     assert (outcome.kind, "SIGKILL" in outcome.message) == ("failed", True), outcome
-    assert finish(cluster, tmp_path, run, 3) == "done", logs_of(run)
+    before = len(curve(run, "policy/grad_norm"))
+    wait_for(
+        lambda: len(curve(run, "policy/grad_norm")) > before + 1,
+        lambda: logs_of(run) + ask(cluster, tmp_path, "status"),
+        180,
+    )
+    assert "preempted: cancelled" in ask(cluster, tmp_path, "cancel", "preempted")
+    assert finish(cluster, tmp_path, run, 3) == "cancelled", logs_of(run)
     assert len(read_attempts(run)) == 3
-    assert list(curve(run, "policy/grad_norm")) == list(range(1, 31))
-    assert len({group for batch in trained_groups(run) for group in batch}) == 30 * 8
+    trained = list(curve(run, "policy/grad_norm"))
+    assert trained == list(range(1, len(trained) + 1))
+    assert committed(run.checkpoints, step_of)[-1] == trained[-1], "what was trained was saved"
+    groups = [group for batch in trained_groups(run) for group in batch]
+    assert len(set(groups)) == len(groups) >= len(trained) * 8
 
 
 @pytest.mark.faults_slow

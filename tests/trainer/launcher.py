@@ -63,15 +63,26 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HPCRL_ATTEMPT": "1"}
 
 
-def start_ranks(folder: Path, ranks: int, *arguments: object, script: str, limit_s: int | None = None) -> Started:
-    """Start ranks that run a script of tests/ and write into `folder`; after `limit_s` seconds they are killed."""
+def start_ranks(
+    folder: Path,
+    ranks: int,
+    *arguments: object,
+    script: str,
+    limit_s: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Started:
+    """Start ranks that run a script of tests/ and write into `folder`; after `limit_s` seconds they are killed.
+
+    Args:
+        variables: over those of `environment`.
+    """
     started = Started(folder)
     for path in (started.out, started.err):
         path.touch()
     request = {
         "ranks": ranks,
         "argv": [str(ROOT / "tests" / script), *map(str, arguments)],
-        "environment": environment(),
+        "environment": environment() | dict(variables or {}),
         "directory": os.getcwd(),
         "folder": str(folder),
         "limit_s": limit_s,

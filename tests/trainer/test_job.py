@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
 from tests.rows import group_meta, write_group
-from tests.trainer.launcher import environment, run_ranks
+from tests.trainer.launcher import environment, run_ranks, start_ranks
 from tests.trainer.material import make_sample, torchrun
 from tests.trainer.saving.hostile import REFUSED, make_hostile
 from tests.trainer.scenarios import laid_over
@@ -154,7 +155,27 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
     return write_group(path, samples, meta)
 
 
-def work_until(run: Run, attempt: int, last: int, process: subprocess.Popen[str]) -> None:
+class Forked:
+    """One rank of a trainer, forked from a process that has imported what it needs; asked as a Popen is."""
+
+    def __init__(self, run: Run, attempt: int, **variables: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        given = {"HPCRL_ATTEMPT": str(attempt), **variables}
+        folder = Path(self._folder.name)
+        self._started = start_ranks(folder, 1, run.path, script="../jobs/train.py", limit_s=300, variables=given)
+
+    def poll(self) -> int | None:
+        return self._started.poll()
+
+    def communicate(self) -> tuple[str, int | None]:
+        """Return what it wrote, once it has ended, and its exit code."""
+        wait_for(lambda: self.poll() is not None, 360)
+        output = self._started.out.read_text() + self._started.err.read_text(), self.poll()
+        self._folder.cleanup()
+        return output
+
+
+def work_until(run: Run, attempt: int, last: int, process: subprocess.Popen[str] | Forked) -> None:
     """Be the rollout worker until version `last` is there, as long as the trainer lives."""
     client, version = ControllerClient(run, attempt), 0
     while version < last:
@@ -219,10 +240,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
     assert said(run, 1) == "stopped"
     assert committed(run.checkpoints, step_of) == [2, 3], "a stop saves what the interval has not"
     os.rename(run.checkpoint(3), run.checkpoints / "lost")
-    with controller(run, 2), trainer(run, 2, ranks=1) as process:
-        work_until(run, 2, STEPS, process)
-        output, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, output
+    with controller(run, 2):
+        alone = Forked(run, 2)
+        work_until(run, 2, STEPS, alone)
+        output, code = alone.communicate()
+        assert code == 0, output
     assert said(run, 2) == "finished"
     assert output.count(f"step {STEPS}/{STEPS}: reward ") == 1, "rank 0 logs each step in a line"
     return run
@@ -373,10 +395,11 @@ def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Pa
     changes = {"max_steps": 3, "fully_async": rarely, "profiler": {"enable": False}, "dump_data_batch": False}
     run = make_run(tmp_path, model_path, {"trainer": changes | {"ckpt_interval": 0, "hf_save_interval": 0}})
     schedule = replace(SCHEDULE, staleness=1, total_steps=3)
-    with controller(run, 1, schedule), trainer(run, 1, ranks=1) as process:
-        work_until(run, 1, 3, process)
-        output, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, output
+    with controller(run, 1, schedule):
+        rank = Forked(run, 1)
+        work_until(run, 1, 3, rank)
+        output, code = rank.communicate()
+        assert code == 0, output
     assert committed(run.weights, version_of) == [2, 3]
     metrics = merged(run)
     assert [metrics[step]["async/staleness_max"] for step in (1, 2, 3)] == [0, 1, 0]
@@ -385,11 +408,8 @@ def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Pa
 
 def test_the_first_error_is_recorded(tmp_path: Path) -> None:
     broken = make_run(tmp_path, tmp_path / "no-such-model")
-    variables = environment() | ONE_RANK | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    done = subprocess.run(
-        [sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode != 0
+    output, code = Forked(broken, 1, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")).communicate()
+    assert code != 0, output
     message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert "DataError" in message
     assert "no-such-model" in message

@@ -130,6 +130,10 @@ def test_errors_name_the_repository_and_the_remedy(
     assert "hf_very_secret" not in str(refused.value)
     with pytest.raises(UploadRefused, match=r"hf_token_file: .*none: No such file"):
         store(run, hub, hf_token_file=str(tmp_path / "none"))
+    for other in (b"-----BEGIN KEY-----\nsecret\n", b"\xff\xfe", b""):  # which a stranger's configuration may name
+        wrong.write_bytes(other)
+        with pytest.raises(UploadRefused, match=r"hf_token_file: .*(one line with a token|it is no ASCII text)"):
+            store(run, hub, hf_token_file=str(wrong))
     hub.forbidden = True
     with pytest.raises(UploadRefused, match=r"lab/x-sorting: 403: .*needs write access"):
         send(store(run, hub, "lab/x"), export)

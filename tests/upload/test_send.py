@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import with_checksum
 from hpcrl.runtime.followers import Followers
 from hpcrl.upload import send
 from hpcrl.upload.send import Uploader, commands, follow, job, stores_of, wanted
@@ -223,3 +226,18 @@ def test_a_state_that_cannot_be_read_is_as_none(run: Run) -> None:
         run.upload("s3").write_text(content)
         assert upload_states(run) == {"s3": UploadState()}
     assert Committed.read(write_export(run, 2)).name == "exports/s000002"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sent": "x"}, {"sent": {"a": 1}}, {"sent": {"a": {"mark": "m", "bytes": 1}}}, {"now": 1}, {"failed": [1]}, {"given_up": {"a": 1}},
+        {"sent": {"a": {"mark": "m", "bytes": 1, "time": math.nan}}}, {"now": {"name": "a", "bytes": "1", "total": 2, "time": 3.0}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_strangers_state_of_other_types_is_as_none(run: Run, wrong: dict[str, Any]) -> None:
+    """Its checksum is right, and `hpcrl status` reads it with all other runs below a shared root."""
+    run.uploads.mkdir()
+    run.upload("s3").write_text(with_checksum({**asdict(UploadState()), **wrong})[0])
+    assert upload_states(run) == {"s3": UploadState()}

@@ -9,13 +9,13 @@ from dataclasses import fields
 from hpcrl.config.backend import OPTIONAL, backend_of, backends, teacher_backend
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
+from hpcrl.config.secrets import name_of_secret
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig, RequestConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
-_SECRET = re.compile(r"\b(\w*(?:_KEY|APIKEY|TOKEN|SECRET|PASSWORD))=['\"]?[\w+.-]", re.IGNORECASE)  # no path
 _REQUEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)  # part of the names of jobs
 _SBATCH_NAMES = {
     "partition": "partition",
@@ -206,6 +206,35 @@ def eval_replicas(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def evaluation_job(config: ConfigTree) -> Iterator[Problem]:
+    """Refuse evaluation by a job where it has no effect, or where its engine could not have the versions or the rewards."""
+    path, asked = "slurm.evaluation", config.slurm.evaluation
+    if asked.when == "never":
+        return
+    if not config.has_engines or config.trainer.eval_interval <= 0:
+        yield Problem(
+            f"{path}.when",
+            "has no effect where no policy is evaluated while it trains (trainer.eval_interval); leave it out",
+        )
+    others = {
+        "slurm.eval_replicas": config.slurm.eval_replicas,
+        "generator.inference_engine.remote_urls": config.generator.inference_engine.remote_urls,
+        "environment.remote_reward.service.model": config.reward_services,
+        "a replica on several nodes (generator.inference_engine.tensor_parallel_size)": config.engine_nodes > 1,
+    }
+    for name, found in others.items():
+        if found:
+            yield Problem(f"{path}.when", f'does not go together with {name}; set one of them, or "never"')
+    limit, least = asked.time_minutes, asked.time_min_minutes
+    if least is not None and least > limit:
+        yield Problem(f"{path}.time_min_minutes", f"expected at most {path}.time_minutes ({limit}), found {least}")
+    if 60 * (least or limit) < 2 * config.slurm.signal_seconds:
+        yield Problem(
+            f"{path}.time_minutes",
+            f"expected at least twice slurm.signal_seconds ({config.slurm.signal_seconds}), found {least or limit} minutes",
+        )
+
+
 def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     for section, asked, owned in (
@@ -213,6 +242,7 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
         *((path, asked, {*_SBATCH_OWN, "dependency"}) for path, asked in _requests(slurm).items()),
         *((path, asked, {*_SBATCH_OWN, "dependency", "gpus_per_node"}) for path, asked in _pools(slurm).items()),
         ("slurm.upload", slurm.upload, {*_SBATCH_OWN, "dependency"}),
+        ("slurm.evaluation", slurm.evaluation, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
     ):
         for name in asked.extra:
             own = _SBATCH_NAMES.get(name.replace("-", "_"), "")
@@ -229,18 +259,19 @@ def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     if slurm.readable_by is None:
         return
-    sections = {"slurm": slurm, "slurm.upload": slurm.upload, **_pools(slurm), **_requests(slurm)}
+    jobs = {"slurm.upload": slurm.upload, "slurm.evaluation": slurm.evaluation}
+    sections = {"slurm": slurm, **jobs, **_pools(slurm), **_requests(slurm)}
     lines = [("slurm.setup", line) for line in slurm.setup]
     lines += [("slurm.container.arguments", word) for word in slurm.container.arguments]
     lines += [
         (f"{path}.extra.{name}", str(value)) for path, one in sections.items() for name, value in one.extra.items()
     ]
     for setting, line in lines:
-        if found := _SECRET.search(line):
+        if found := name_of_secret(line):
             yield Problem(
                 setting,
-                f"{found[1]} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
-                f'"export {found[1]}=$(cat FILE)" in slurm.setup',
+                f"{found} would be read by the group of slurm.readable_by; write it into a file of mode 600, and "
+                f'"export {found}=$(cat FILE)" in slurm.setup',
             )
 
 

@@ -18,10 +18,6 @@ def lent_gpus(config: ConfigTree) -> Iterator[Problem]:
     refused = (
         (trainer.placement.colocate_all, "engines have the trainer's GPUs already (trainer.placement.colocate_all)"),
         (
-            trainer.strategy == "megatron",
-            "buffers of Megatron-core do not leave their GPUs; use trainer.strategy=fsdp2",
-        ),
-        (
             trainer.has_own_critic,
             "a critic on nodes of its own would lend them too (trainer.placement.critic_num_nodes)",
         ),

@@ -166,11 +166,6 @@ def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
             f"the trainer leaves its GPUs to the engines when it publishes weights ({_COLOCATED}): expected 1, found "
             f"{trainer.fully_async.sync_weight_interval}",
         )
-    if trainer.strategy == "megatron":
-        yield Problem(
-            _COLOCATED,
-            "the buffers of Megatron-core's parameters and gradients do not leave their GPUs; use trainer.strategy=fsdp2, or set it to false",
-        )
     for path, value in (
         ("slurm.elastic.replicas", config.slurm.elastic.replicas),
         ("slurm.replicas_per_node", config.slurm.replicas_per_node),

@@ -149,6 +149,51 @@ class UploadJobConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationJobConfig:
+    """Evaluation in a job array of its own, in place of the run's engines, which then only generate (docs/evaluation.md)."""
+
+    when: Literal["never", "during", "after"] = "never"
+    """When the job evaluates. never: the run's engines do. during: it starts after the run's job, evaluates the versions that wait, and
+    queues again until the run is over. after: it starts when the run's job has ended for good."""
+
+    engines: int = setting(1, range=COUNT)
+    """Elements of the array, each with one engine on a node; versions are divided among them in turn."""
+
+    again_minutes: int = setting(5, range=COUNT)
+    """Minutes until an element without a version to evaluate may start again, as long as the run goes on."""
+
+    partition: str | None = setting(None, check=ONE_LINE)
+    """Partition, such as one for preemptible jobs; unset: that of the run."""
+
+    account: str | None = setting(None, check=ONE_LINE)
+    """Account that is charged; unset: that of the run."""
+
+    qos: str | None = setting(None, check=ONE_LINE)
+    """Quality of service; unset: the partition's default."""
+
+    constraint: str | None = setting(None, check=ONE_LINE)
+    """Features that the nodes must have."""
+
+    time_minutes: int = setting(60, range=Range(5))
+    """Time limit of an element in minutes. The next start goes on with the prompts that are left."""
+
+    time_min_minutes: int | None = setting(None, range=Range(5))
+    """The least time limit in minutes: Slurm may shorten the limit down to it where an element then starts earlier, by backfill. Unset: time_minutes."""
+
+    gpu_type: str | None = setting(None, check=ONE_LINE)
+    """Type of the GPUs, such as "a100"; unset: that of slurm.gpus_per_node. Their number is that of an engine."""
+
+    cpus_per_task: int | None = setting(None, range=COUNT)
+    """CPU cores of an element; unset: as those of slurm.elastic."""
+
+    mem_gb: int | None = setting(None, range=NOT_NEGATIVE)
+    """Memory of an element in GB; 0: all of its node; unset: as that of slurm.elastic."""
+
+    extra: dict[str, Any] = setting({}, check=_SBATCH)
+    """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
     """A container in which the run's processes run on the nodes. The image needs hpcrl with all that it depends on; docs/containers.md."""
 
@@ -245,6 +290,10 @@ class SlurmConfig:
     """The least time limit in minutes with which an attempt may start: Slurm may shorten the limit down to it where the attempt then starts
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
 
+    grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
+    """Let a run with a range of nodes give them back and start again on more, at most once in so many minutes, such as 60. Slurm has to
+    have them idle, and the restart has to pay (docs/placement.md). Unset: never."""
+
     gpus_per_node: int | str = setting(
         0,
         range=NOT_NEGATIVE,
@@ -294,6 +343,8 @@ class SlurmConfig:
     elastic_scorers: ElasticScorersConfig = section(ElasticScorersConfig, on_change=CLUSTER)
 
     upload: UploadJobConfig = section(UploadJobConfig, on_change=CLUSTER)
+
+    evaluation: EvaluationJobConfig = section(EvaluationJobConfig, on_change=CLUSTER)
 
     container: ContainerConfig = section(ContainerConfig, on_change=SOFTWARE)
 
@@ -357,7 +408,7 @@ class SlurmConfig:
             return self.exclusive
         return self.gpus > 0 and self.cpus_per_task is None and self.mem_gb is None
 
-    def element(self, asked: ElasticConfig, share: int) -> tuple[int | None, int | None, bool]:
+    def element(self, asked: ElasticConfig | EvaluationJobConfig, share: int) -> tuple[int | None, int | None, bool]:
         """Return the cores and the GB of memory that an element of an elastic pool asks for, and whether it takes its whole node.
 
         Where they are not set they are the run's, divided among those of the same kind on a node. None: the cluster's default.
@@ -380,7 +431,7 @@ class SlurmConfig:
         asks = self.cpus_per_task is not None or self.whole_nodes or _asks_for_cores(self.extra)
         return self.gpus > 0 and not asks
 
-    def has_scarce_elements(self, asked: ElasticConfig, share: int) -> bool:
+    def has_scarce_elements(self, asked: ElasticConfig | EvaluationJobConfig, share: int) -> bool:
         """Return whether the elements of an elastic pool on GPUs ask for no cores and take no whole nodes; arguments as of `element`."""
         cpus, _, whole = self.element(asked, share)
         return self.gpus > 0 and not (cpus is not None or whole or _asks_for_cores(asked.extra))

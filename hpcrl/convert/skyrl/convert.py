@@ -7,7 +7,7 @@ What counts is what the source's run did:
   otherwise (ranks, tensor parallelism, graphs, loss_reduction). A YAML file is of the old layout if it has a name that only that layout
   has. A command line is only if it has one that the present SkyRL refuses: flat `generator.` names are still taken, with new defaults.
 * Defaults that differ on purpose (`why` of a setting) stay as they are here: names, trackers, how weights reach the engines. Colocation is
-  SkyRL's default, and is written; where it cannot be, with Megatron-core, trainer and engines get nodes of their own, which costs nodes and changes no result.
+  SkyRL's default, and is written; where it cannot be, trainer and engines get nodes of their own, which costs nodes and changes no result.
 * The old policy loss was a mean over samples of token means. A file of the old layout that names neither the loss's reduction nor its
   new name gets loss_reduction = "sequence_mean". In SkyRL "token_mean" is a mean per micro-batch; here it is of the whole mini-batch.
 * Settings without effect in the source are dropped: a critic's without a critic, Megatron's with FSDP, fully asynchronous ones in

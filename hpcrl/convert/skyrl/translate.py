@@ -274,8 +274,6 @@ def is_colocated(source: SkyrlSource) -> bool:
 
 
 def _cannot_share(source: SkyrlSource) -> str | None:
-    if source["trainer.strategy"] == "megatron":
-        return "Megatron-core's models cannot leave their GPUs here"
     if _engines_of_others(source):
         return "its engines are those that somebody else started"
     nodes, gpus = (source.number(f"{_PLACEMENT}policy_num_{what}") for what in ("nodes", "gpus_per_node"))

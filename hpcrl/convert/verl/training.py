@@ -49,14 +49,11 @@ def _placement(source: VerlSource, conversion: Conversion, path: str) -> None:
     )
     message = f"{max(gpus, width)}, the most that one node needs; name what your nodes have"
     conversion.note("translated", name, "slurm.gpus_per_node", message)
-    shared = source[_ACTOR + "strategy"] != "megatron" and engines * width == nodes * gpus and gpus % width == 0
+    shared = engines * width == nodes * gpus and gpus % width == 0
     conversion.values[_PLACEMENT + "colocate_all"] = shared
     reason = "as in verl trainer and engines share GPUs"
     if not shared:
-        why = "Megatron-core's models cannot leave their GPUs here"
-        if source[_ACTOR + "strategy"] != "megatron":
-            why = "replicas do not divide the GPUs of a node"
-        reason = f"{why}; the engines have nodes of their own, so that the run needs more nodes than in verl"
+        reason = "replicas do not divide the GPUs of a node; the engines have nodes of their own, so that the run needs more nodes than in verl"
     conversion.note("translated", name, _PLACEMENT + "colocate_all", reason)
 
 

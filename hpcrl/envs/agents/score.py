@@ -11,7 +11,9 @@ from hpcrl.types import LARGEST, is_name
 LONGEST_SCORE = 1 << 16
 """Bytes."""
 
-EXPECTED = 'JSON such as {"reward": 1.0, "metrics": {"turns": 3}}'
+_MOST_METRICS = 64  # each new name is a curve of the run
+
+EXPECTED = f'JSON such as {{"reward": 1.0, "metrics": {{"turns": 3}}}}, with at most {_MOST_METRICS} metrics'
 
 
 def read_score(content: bytes) -> Turn | None:
@@ -26,7 +28,9 @@ def read_score(content: bytes) -> Turn | None:
 
 
 def _are_metrics(value: Any) -> bool:
-    return isinstance(value, dict) and all(is_name(name) and _is_number(one) for name, one in value.items())
+    if not isinstance(value, dict) or len(value) > _MOST_METRICS:
+        return False
+    return all(is_name(name) and _is_number(one) for name, one in value.items())
 
 
 def _is_number(value: Any) -> bool:

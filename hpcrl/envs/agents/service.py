@@ -12,32 +12,28 @@ import json
 import random
 import secrets
 import shlex
-import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from hpcrl.config.sections.environment import AgentServiceConfig
 from hpcrl.envs.agents.score import EXPECTED, LONGEST_SCORE, read_score
 from hpcrl.envs.base import Endpoint, Turn
+from hpcrl.envs.tools.requests import Compressed, build_request, in_background, send
 from hpcrl.errors import ConfigError, ServiceError, UserCodeError
-
-R = TypeVar("R")
 
 SETTING = "environment.skyrl_gym.agent.service"
 _ACCEPTED, _NOT_NOW = 202, (429, 503)
-_CONNECT_S, _FIRST_WAIT_S, _LONGEST_WAIT_S = 10.0, 0.5, 8.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _PATIENCE = 0.2  # of the time that a sample has, with a service that cannot begin
 _LONG_S = 600.0  # where it has any time
 _LOOK_S = 0.1
 _FORGET_S = 5.0
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class AgentService:
@@ -66,7 +62,7 @@ class AgentService:
         session, scored = secrets.token_hex(16), endpoint.expect_score()
         asked = {"session": session, "base_url": endpoint.base_url, "api_key": endpoint.key, "model": endpoint.model}
         body = {**asked, "timeout_seconds": self._seconds or None, "row": dict(row)}
-        asking = _in_background(self._ask(json.dumps(body, ensure_ascii=False).encode(), endpoint.key))
+        asking = in_background(self._ask(json.dumps(body, ensure_ascii=False).encode(), endpoint.key))
         try:
             waiting: set[Future[Any]] = {asking, scored}
             while not endpoint.ended.is_set():
@@ -77,7 +73,7 @@ class AgentService:
                     if turn := asking.result():
                         return turn
                     waiting.remove(asking)
-            _in_background(self._forget(session))
+            in_background(self._forget(session))
             raise UserCodeError(f"{self._who} had not scored the sample when it was over")
         finally:
             asking.cancel()
@@ -88,15 +84,19 @@ class AgentService:
         What it may have begun is not asked again: there would be two agents for one sample.
         """
         started, pause, tries = time.monotonic(), _FIRST_WAIT_S, 0
+        headers = {**self._headers, "content-type": "application/json"}
         while True:
             tries += 1
             try:
-                status, content = await self._request("POST", self._url, body)
+                asked = build_request("POST", self._url, headers, content=body)
+                status, content, _ = await send(asked, LONGEST_SCORE, fresh=True)
                 problem = f"it answered {status} {self._shown(content, key)}"
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 status, content, problem = 503, b"", f"it cannot be reached ({error})"
             except httpx.TransportError as error:
                 raise ServiceError(f"{self._who} ended the connection without an answer ({error!r})") from error
+            except Compressed as error:
+                raise ServiceError(f"{self._who}: {error}") from error
             if status not in _NOT_NOW:
                 return self._read(status, content, problem)
             seconds = time.monotonic() - started
@@ -121,19 +121,9 @@ class AgentService:
         return repr(text[:300])
 
     async def _forget(self, session: str) -> None:
-        with suppress(httpx.TransportError, asyncio.TimeoutError):
+        with suppress(httpx.TransportError, Compressed):
             where = self._url.copy_with(path=f"{self._url.path.rstrip('/')}/{session}")
-            await asyncio.wait_for(self._request("DELETE", where), _FORGET_S)
-
-    async def _request(self, method: str, url: httpx.URL, body: bytes | None = None) -> tuple[int, bytes]:
-        headers = {**self._headers, **({"content-type": "application/json"} if body else {})}
-        async with _background().client.stream(method, url, content=body, headers=headers) as answer:
-            content = b""
-            async for piece in answer.aiter_bytes():
-                content += piece
-                if len(content) > LONGEST_SCORE:
-                    break
-            return answer.status_code, content
+            await send(build_request("DELETE", where, self._headers), LONGEST_SCORE, _FORGET_S, fresh=True)
 
 
 def service_token(name: str) -> str:
@@ -148,33 +138,3 @@ def service_token(name: str) -> str:
     if not token.isascii() or not token.isprintable() or not token:
         raise ConfigError(f"{SETTING}.token_file: {path} holds no token; expected one line of printable ASCII")
     return token
-
-
-class _Background:
-    """A thread with an event loop, in which requests can be given up; one for all threads of the process that wait for services."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        direct = {f"all://{host}": None for host in _LOOPBACK}  # a proxy in the environment is used for other hosts
-        # each request has a connection of its own: one that was idle may be closed at the moment at which it is used again, and what was
-        # asked on it then counts as begun
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=limits, mounts=direct)
-        threading.Thread(target=self.loop.run_forever, name="agent-services", daemon=True).start()
-
-
-_starting = threading.Lock()
-
-
-@cache
-def _made() -> _Background:
-    return _Background()
-
-
-def _background() -> _Background:
-    with _starting:
-        return _made()
-
-
-def _in_background(coroutine: Coroutine[Any, Any, R]) -> Future[R]:
-    return asyncio.run_coroutine_threadsafe(coroutine, _background().loop)

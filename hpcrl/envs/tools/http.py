@@ -6,18 +6,17 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, Protocol
 
 import httpx
 
+from hpcrl.envs.tools.requests import Compressed, ServiceAnswer, build_request, in_background, send
 from hpcrl.errors import ConfigError, ServiceError
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _MOST_BYTES = 32 * 2**20
 _BUSY = (408, 425, 429)  # beside 5xx: what the same request may get another answer to
 _GONE = 410
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Peer(Protocol):
@@ -104,7 +103,7 @@ class ToolService:
         while True:
             tries += 1
             try:
-                return self._read(*self._try(body), again or _may_pass)
+                return self._read(self._try(body), again or _may_pass)
             except _NotYet as problem:
                 left = started + self._patience_s - time.monotonic()
                 if left <= 0:
@@ -115,35 +114,29 @@ class ToolService:
                 time.sleep(min(left, wait * random.uniform(0.5, 1.0)))  # replicas that failed together do not return so
                 wait = min(_LONGEST_WAIT_S, 2 * wait)
 
-    def _try(self, body: dict[str, Any]) -> tuple[int, bytes]:
-        deadline, content, where = time.monotonic() + self._timeout_s, bytearray(), self._peer.address()
+    def _try(self, body: dict[str, Any]) -> ServiceAnswer:
+        where = self._peer.address()
         if where is None:
             raise _NotYet("it is away")
         address = self._parsed(where)
         self._who = self._named(address)
-        request = _client().build_request("POST", address, timeout=self._timeout_s, **body)
+        request = build_request("POST", address, **body)
         proof = self._peer.headers(address.path, request.read())
         request.headers.update(proof)
         try:
-            answer = _client().send(request, stream=True)
-            try:
-                for piece in answer.iter_bytes():
-                    content += piece
-                    if len(content) > _MOST_BYTES:
-                        raise ServiceError(f"{self._who}: expected an answer of at most {_MOST_BYTES >> 20} MiB")
-                    if time.monotonic() > deadline:
-                        raise _NotYet(f"its answer took more than {self._timeout_s:g} s")
-            finally:
-                answer.close()
-        except httpx.TimeoutException as error:
-            raise _NotYet(f"no answer within {self._timeout_s:g} s") from error
-        except (httpx.TransportError, httpx.DecodingError) as error:
+            answer = in_background(send(request, _MOST_BYTES, self._timeout_s)).result()
+        except httpx.TransportError as error:
             raise _NotYet(self._hidden(str(error) or type(error).__name__)) from error
-        if not self._peer.is_answer(proof, answer.status_code, bytes(content), answer.headers):
+        except Compressed as error:
+            raise ServiceError(f"{self._who}: {error}") from error
+        if len(answer.content) > _MOST_BYTES:
+            raise ServiceError(f"{self._who}: expected an answer of at most {_MOST_BYTES >> 20} MiB")
+        if not self._peer.is_answer(proof, answer.status, answer.content, answer.headers):
             raise _NotYet("what answers there is another: its answer is not signed with the token of the run")
-        return answer.status_code, bytes(content)
+        return answer
 
-    def _read(self, status: int, content: bytes, again: Callable[[int], bool]) -> Any:
+    def _read(self, answer: ServiceAnswer, again: Callable[[int], bool]) -> Any:
+        status, content, _ = answer
         said = self._hidden(content.decode(errors="replace")).strip()
         if not 200 <= status < 300:
             problem = f"it answered {status} {said[:300]!r}"
@@ -175,10 +168,3 @@ class _NotYet(Exception):
 
 def _may_pass(status: int) -> bool:
     return status >= 500 or status in _BUSY
-
-
-@cache
-def _client() -> httpx.Client:
-    """Return what all threads of the process share; making one takes as long as a call. A proxy in the environment is used."""
-    direct = {f"all://{host}": None for host in _LOOPBACK}
-    return httpx.Client(limits=httpx.Limits(max_connections=None), mounts=direct)

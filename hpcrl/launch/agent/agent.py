@@ -28,6 +28,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.growth import GrowthWatch
 from hpcrl.launch.agent.held_nodes import HeldNodes
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.multi_node import ScorerParts
@@ -179,7 +180,7 @@ class NodeAgent:
             reason = "interrupted"
         if reason and self._stop_reason is None:
             if reason == "interrupted":
-                ask_to_stop(self._run, self._attempt, reason)
+                ask_to_stop(self._run, self._attempt, reason, stop_cause(self._run, self._attempt))
                 self._let_other_requests_start()
             self._stop_deadline = time.monotonic() + self._saving_s
         if reason and self._stop_reason != reason:  # a cancellation overrides a requeue in progress
@@ -348,6 +349,7 @@ class NodeAgent:
         if done and self._node.index == 0 and trainer.keep_when_done != "all" and not self._is_wanted_back():
             end_of_run(self._run, trainer.keep_when_done, Retention.of(trainer), trainer.upload, self._attempt)
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
+        self._neighbours.leave()
 
     def _is_wanted_back(self) -> bool:
         """Return whether a user or Slurm asks for this node, on which only uploads continue."""
@@ -381,7 +383,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
         status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None
         if status:
             require_unchanged(run, lambda: status.write("comparing configuration and code"))
-        config = Config.from_toml([run.config]).at(attempt.sizes)
+        whole = Config.from_toml([run.config])
+        config = whole.at(attempt.sizes)
         if status:
             require_same_inputs(run, config, lambda: status.write("comparing datasets and models"))
             make_room(run, config, attempt.number)
@@ -389,6 +392,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
             raise RunError(
                 f"the job has {len(attempt.hosts)} node(s), and the run needs {wanted}: Slurm was asked for as many"
             )
+        if context.index == 0:
+            GrowthWatch(run, whole, context, attempt, layouts).start()
         agent = NodeAgent(run, config, context, attempt, signals, sizes=sizes, held=held)
         agent.supervise()
     except HpcrlError as error:

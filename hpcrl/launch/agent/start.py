@@ -16,7 +16,7 @@ import submitit
 
 from hpcrl.errors import RunError
 from hpcrl.launch.layouts import AttemptLayout, layout_for
-from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed
+from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed, start_name
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
@@ -56,8 +56,7 @@ class NodeContext:
             hosts = [socket.gethostname()] * environment.num_tasks
             return cls(environment.global_rank, hosts, f"local-{environment.job_id}", 0, True)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT") or "0")
-        job = f"{environment.job_id}.{restarts}"
-        return cls(environment.global_rank, list(environment.hostnames), job, restarts, False)
+        return cls(environment.global_rank, list(environment.hostnames), start_name(), restarts, False)
 
 
 def listen() -> list[int]:

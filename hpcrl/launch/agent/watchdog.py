@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from hpcrl.config.sections.slurm import PatienceConfig
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import LastBeat, SuspendAwareClock, read_heartbeats
-from hpcrl.runtime.process_status import CONTROLLER, StatusWriter, read_process_status
+from hpcrl.runtime.process_status import CONTROLLER, ENDED, StatusWriter, read_process_status
 
 _LONGEST_PAUSE_S = 2.0
 _PROBE_S = 1.0
@@ -124,6 +124,10 @@ class Neighbours:
                     now if process_status.renewed != renewed else since,
                 )
         return self._silent(now) if self._index == 0 else self._unreachable(now)
+
+    def leave(self) -> None:
+        """Record that this agent ends by itself."""
+        self._status.write(ENDED)
 
     def _silent(self, now: float) -> str | None:
         for process, host in self._others.items():

@@ -100,7 +100,7 @@ def disk_needs(run: Run, config: Config, sizes: Sizes | None) -> dict[str, DiskN
     trainer = config.trainer
     checkpoint = sizes.checkpoint if trainer.saves_checkpoints else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
-    evaluated = MOST_OPEN if trainer.eval_interval > 0 else 0
+    evaluated = _evaluated(config)
     versions = trainer.fully_async.kept_versions + evaluated - len(committed(run.weights, version_of))
     export = sizes.export if trainer.hf_save_interval > 0 else 0
     written = {
@@ -115,6 +115,16 @@ def disk_needs(run: Run, config: Config, sizes: Sizes | None) -> dict[str, DiskN
         place = first.setdefault((folder if folder.is_dir() else run.path).stat().st_dev, name)
         found[place] = found[place] + need if place in found else need
     return found | {"copies": DiskNeed(0, COPIES * sizes.weights, f"{COPIES} versions of the weights")}
+
+
+def _evaluated(config: Config) -> int:
+    """Return how many versions stay at most for evaluations that are not over; of a job's as many as trainer.max_steps has."""
+    trainer = config.trainer
+    if trainer.eval_interval <= 0:
+        return 0
+    if config.slurm.evaluation.when == "never":
+        return MOST_OPEN
+    return max(MOST_OPEN, -(-(trainer.max_steps or 0) // trainer.eval_interval) + 1)
 
 
 def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> int:

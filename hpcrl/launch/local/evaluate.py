@@ -34,6 +34,7 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.family import launch_family
 from hpcrl.launch.local.foreground import job, run_here
 from hpcrl.launch.manage.registry import find_run
+from hpcrl.launch.sharing import made_for
 from hpcrl.launch.submit.engine import check_engine, position_limit
 from hpcrl.launch.submit.models import entries_of, folder_of, on_hub
 from hpcrl.launch.submit.vision import check_vision
@@ -185,7 +186,11 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
     # before anything is made
     sources = validation_sources(config.data, config.data.val_data)
     load_dataset(sources, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
-    place.path.mkdir(parents=True, mode=0o700)
+    with made_for(config.slurm.readable_by, place.path):
+        return _evaluate(subject, config, place, report)
+
+
+def _evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str], None]) -> dict[str, Any]:
     place.token.parent.mkdir(mode=0o700)
     write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)
     write_text(place.config, config.to_toml())

@@ -20,6 +20,7 @@ from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.local.foreground import job, run_here
+from hpcrl.launch.sharing import made_for
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.launch.submit.teacher import FACTS, facts_of
 from hpcrl.rundir.commit import write_json, write_text
@@ -46,7 +47,11 @@ def score(config: Config, ranks: int, place: Run, report: Callable[[str], None])
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")
     check_files(config)
-    place.path.mkdir(parents=True, mode=0o700)
+    with made_for(config.slurm.readable_by, place.path):
+        _score(config, ranks, place, report)
+
+
+def _score(config: Config, ranks: int, place: Run, report: Callable[[str], None]) -> None:
     write_text(place.config, config.to_toml())
     write_json(place.path / FACTS, facts_of(config))
     data = config.data

@@ -16,6 +16,7 @@ from hpcrl.errors import ConfigError, RunError, SubmitError
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.requeue.elastic import cancel_pools
+from hpcrl.launch.requeue.evaluation import cancel_evaluation
 from hpcrl.launch.requeue.requests import cancel_others
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import read_json
@@ -36,11 +37,12 @@ def cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None] = la
         patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
     A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked. A job that
-    would upload what it has left goes too where it has left nothing.
+    would upload what it has left goes too where it has left nothing, and its evaluation job in any case.
     """
     state = _cancel(run, patience_s, waiting)
     if state.over and state.kind == "cancelled":
         _take_upload_away(run)
+        cancel_evaluation(run)
     return state
 
 

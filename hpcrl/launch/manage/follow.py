@@ -20,6 +20,7 @@ from hpcrl.launch.manage.progress import progress_of
 from hpcrl.launch.manage.registry import known_states
 from hpcrl.launch.manage.screen import RunView, one_run, several_runs
 from hpcrl.launch.manage.state import RunState
+from hpcrl.launch.requeue.evaluation import describe_waiting
 from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.summary import headline
 from hpcrl.observe.summary_table import headline_rows, show_summary
@@ -73,7 +74,8 @@ def read_view(run: Run, reader: LiveStatusReader) -> RunView:
     try:
         statuses = read_process_statuses(run, number)
         progress = progress_of(run, statuses, ended=outcome_of(run, number) is not None)
-        return RunView(run, None, progress, headline(run), reader.read(), read_alerts(run), upload_states(run))
+        told = headline(run), reader.read(), read_alerts(run), upload_states(run), describe_waiting(run)
+        return RunView(run, None, progress, *told)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
         raise RunError(f"a file in {run.path} is damaged ({type(error).__name__}: {error})") from error
 
@@ -184,7 +186,8 @@ def events(view: RunView) -> Iterator[tuple[str, str, str]]:
     """Yield the messages about a run: subject, state, and the text, which is printed when the state changes."""
     state = view.state
     if state and state.kind != "running" and not state.over:
-        yield "run", f"{state.kind} {state.job.reason}", f"{state.kind}: {view.detail}"
+        text = view.detail if view.detail.startswith(state.kind) else f"{state.kind}: {view.detail}"
+        yield "run", f"{state.kind} {state.job.reason}", text
     for row in view.live.rows if view.live else ():
         yield row.process, row.state, _numbers(view) if row.process == "trainer" else row.text
     for name, text in headline_rows(view.headline) if view.headline else ():

@@ -23,6 +23,7 @@ from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts, read_outcome
+from hpcrl.types import LARGEST
 
 _MOST_LISTED = 8
 _AT_ONCE = 16
@@ -193,7 +194,8 @@ def _submission(run: Run) -> dict[str, Any] | None:
         return None
     overrides = record.setdefault("overrides", [])
     listed = isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)
-    return record if listed and type(record.setdefault("submitted", 0.0)) in (int, float) else None
+    submitted = record.setdefault("submitted", 0.0)
+    return record if listed and type(submitted) in (int, float) and abs(submitted) <= LARGEST else None
 
 
 def _unrecorded(run: Run) -> str:

@@ -10,10 +10,12 @@ from typing import Literal
 from hpcrl.config import Config
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.registry import all_runs, states_of
+from hpcrl.launch.requeue.evaluation import cancel_evaluation
 from hpcrl.launch.retention import shrink, uses_of
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import children, committed, discard
+from hpcrl.rundir.evaluations import begun_evaluations, give_up_evaluation
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.other_roots import own_homes, readable_homes, require_own
 from hpcrl.rundir.starts import note
@@ -51,6 +53,7 @@ def remove(run: Run, keep: Literal["metrics", "last", "export"] | None = None) -
         raise RunError(f"{run.name} is {state.kind}: {state.detail}; `hpcrl cancel {run.name}` ends it first")
     if keep:
         require_own(run, run.checkpoints, run.exports)
+        _give_evaluations_up(run)
     if keep in ("last", "export"):
         trainer = Config.from_toml([run.config]).trainer
         for _ in shrink(run, keep, Retention.of(trainer), trainer.upload):
@@ -68,6 +71,7 @@ def remove(run: Run, keep: Literal["metrics", "last", "export"] | None = None) -
         for path in _large(run):
             discard(path)
         return
+    cancel_evaluation(run)
     submissions, shared = Path(os.path.realpath(run.path.parent / ".slurm")), Path(os.path.realpath(run.slurm))
     homes = own_homes(run)
     discard(run.path)
@@ -80,6 +84,13 @@ def remove(run: Run, keep: Literal["metrics", "last", "export"] | None = None) -
     for folder in (submissions, run.path.parent, *(home.parent for home in homes)):
         with suppress(OSError):  # other runs are in it
             folder.rmdir()
+
+
+def _give_evaluations_up(run: Run) -> None:
+    """Cancel the evaluation job of a run, and keep nothing for versions that it has not evaluated."""
+    cancel_evaluation(run)
+    for version in begun_evaluations(run):
+        give_up_evaluation(run, version)
 
 
 def _large(run: Run) -> list[Path]:

@@ -43,6 +43,7 @@ class RunView:
     Attributes:
         state: None while nothing has been asked for yet; progress, headline and live: while nothing has been read.
         state_age, files_age: seconds since that was so.
+        evaluation: versions that wait for the evaluation job; or empty.
         complaint: why it could not be read the last time.
     """
 
@@ -53,6 +54,7 @@ class RunView:
     live: LiveStatus | None = None
     alerts: Sequence[Alert] = ()
     uploads: Mapping[str, UploadState] = field(default_factory=dict)
+    evaluation: str = ""
     state_age: float = 0.0
     files_age: float = 0.0
     complaint: str = ""
@@ -112,6 +114,7 @@ def details(view: RunView) -> list[tuple[str, str]]:
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]
     if len(view.alerts) > _MOST_ALERTS:
         rows.append(("", f"and {len(view.alerts) - _MOST_ALERTS} earlier ones in {view.run.alerts}"))
+    rows.append(("evaluation", view.evaluation))
     rows += [(f"upload {store}", line) for store, upload in view.uploads.items() for line in upload.lines()]
     return [row for row in [*rows, *_origin(view), *_processes(view), *_ages(view)] if row[1]]
 

@@ -27,7 +27,8 @@ from hpcrl.rundir.ledger import Attempt, outcome_of, read_attempts, read_outcome
 AGAIN = 75
 """Exit status of an element's agent where it is to be queued again: Slurm took its node away, or the run itself waits in the queue."""
 _LATER = "now+5minutes"
-_SIGNALLED = 128  # and above, as of a shell
+SIGNALLED = 128
+"""From this exit status of srun on, as of a shell, a signal ended it."""
 
 
 def cancel_pools(run: Run) -> None:
@@ -50,14 +51,25 @@ def current_attempt(run: Run) -> Attempt | None:
 
 def unwanted(run: Run, pool: str) -> str | None:
     """Return why the elements of the job array `pool` have nothing more to do for a run, or None."""
+    return replaced(run, pool) or ended(run)
+
+
+def replaced(run: Run, array: str) -> str | None:
+    """Return why a job array no longer belongs to a run, or None."""
     if not run.config.is_file():
         return "the run is gone"
+    # a record of a job that was found in the queue afterwards names none; one that is about to be written is not there
+    record = read_json(run.submission) or {}
+    if "pool" in record and array not in (*_arrays(record), record.get("evaluation")):
+        return "the run has another pool, or none any more"
+    return None
+
+
+def ended(run: Run) -> str | None:
+    """Return why a run does not go on, or None."""
     record = read_json(run.submission)
     if record is None:  # it is about to be written
         return None
-    # a record of a job that was found in the queue afterwards names none
-    if "pool" in record and pool not in _arrays(record):
-        return "the run has another pool, or none any more"
     attempt, outcome = current_attempt(run), read_outcome(run)
     if attempt is not None and outcome_of(run, attempt.number) is not None:
         decision = requeue_decision(run)
@@ -72,7 +84,7 @@ def main(run: Run, status: int) -> int:
     if run.config.is_file():
         with suppress(OSError, RunError):  # an account is not worth an element
             end_allocation(run, start_name(), pool=True)
-    killed = status >= _SIGNALLED
+    killed = status >= SIGNALLED
     if status != AGAIN and not killed:
         return status
     if why := unwanted(run, os.environ["SLURM_ARRAY_JOB_ID"]):

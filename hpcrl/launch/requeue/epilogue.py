@@ -2,7 +2,8 @@
 
     python -m hpcrl.launch.requeue.epilogue ELEMENT_LIST STATUS_OF_SRUN
 
-hpcrl/launch/requeue/policy.py decides that. done and cancelled end the job well, all else fails it.
+hpcrl/launch/requeue/policy.py decides that. done and cancelled end the job well, all else fails it. Slurm takes a node that is down out of a
+job with --no-kill. If a layout has room in the others, the batch script starts the next attempt on them at once.
 """
 
 from __future__ import annotations
@@ -11,21 +12,36 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from hpcrl.errors import RunError
+import tomli
+
+from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.requeue.elastic import cancel_pools
 from hpcrl.launch.requeue.policy import requeue_decision
 from hpcrl.launch.requeue.requests import cancel_others, other_jobs, recorded_requests, submitted_with
-from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job, start_name
+from hpcrl.launch.requeue.requeue import (
+    HERE,
+    LATER,
+    LEAST_NODES,
+    SOON,
+    claimed_start,
+    job_name,
+    outlive_the_job,
+    requeue_this_job,
+    start_name,
+)
+from hpcrl.launch.requeue.room import nodes_of_job, seconds_left, seconds_until_down
 from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.claims import give_back
 from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.growth import read_growth
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import (
+    Attempt,
     Kind,
     Outcome,
     cancel_outcome,
@@ -36,12 +52,14 @@ from hpcrl.rundir.ledger import (
     report_outcome,
     require_attempts,
 )
+from hpcrl.runtime.process_status import ENDED, read_process_status
 from hpcrl.runtime.signals import stop_asked
 
 _Seen = TypeVar("_Seen")
 
 _TROUBLE_S = 60.0
 _LOOK_S = 1.0
+_NOTICED_S = 30.0  # Slurm looks at its nodes now and then
 _ENDED_BY_STOP_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGUSR2)  # of a task that had no handlers yet
 
 
@@ -91,8 +109,13 @@ def concluded(run: Run, job: str, status: int) -> Outcome:
     return outcome
 
 
-def settle(run: Run, job: str, status: int = 0) -> int:
-    """Requeue this job where the policy decides so; return the exit status of the batch script. `status` as of `concluded`."""
+def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
+    """Requeue this job where the policy decides so; return the exit status of the batch script.
+
+    Args:
+        status: as of `concluded`.
+        here: the caller is the batch script, which can start another attempt in the same allocation.
+    """
     outcome, decision = patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
     with suppress(OSError):  # what is printed lies on the filesystem of the run, too
         print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
@@ -100,14 +123,70 @@ def settle(run: Run, job: str, status: int = 0) -> int:
     with suppress(OSError, RunError):  # an account is not worth an attempt
         end_allocation(run, job)
     if decision.requeue:
+        if here and outcome.kind != "interrupted" and (left := nodes_left(run, job)):
+            print(
+                f"a node of job {_job_id(job)} is down; the next attempt starts on the {left} that are left", flush=True
+            )
+            return HERE
         if others:
-            patiently(lambda: give_back(run, job))
-        start = SOON if outcome.kind == "interrupted" else None
-        requeue_this_job(start=start, exclude=decision.exclude, freed=others)
+            patiently(lambda: give_back(run, claimed_start(job)))
+        first = _first_for_growth(run, outcome.attempt, [_job_id(job), *others])
+        start = LATER if first in others else SOON if outcome.kind == "interrupted" else None
+        at_once = [other for other in others if first in (None, other)]
+        requeue_this_job(
+            start=start,
+            exclude=decision.exclude,
+            freed=at_once,
+            freed_later=[other for other in others if other not in at_once],
+        )
     else:
         cancel_others(run, _job_id(job))
         cancel_pools(run)
     return 0 if outcome.final else 1
+
+
+def _first_for_growth(run: Run, attempt: int, jobs: Sequence[str]) -> str | None:
+    """Return the one of a run's jobs that goes before the others, if the attempt stopped in order to go on with more nodes; else None."""
+    with suppress(RunError):  # a damaged record is not worth an attempt
+        growth = patiently(lambda: read_growth(run))
+        return growth.job if growth and growth.attempt == attempt and growth.job in jobs else None
+    return None
+
+
+def nodes_left(run: Run, job: str) -> int:
+    """Return the nodes on which another attempt can start in this allocation, which has lost some; 0 where it has not, or cannot.
+
+    Where the agent of a node has not ended by itself, Slurm is waited for until it counts that node as down. Too few nodes for a layout,
+    or a time limit within two times slurm.signal_seconds, leave the queue as the way on.
+    """
+    attempt, least = patiently(lambda: find_attempt(run, job)), os.environ.get(LEAST_NODES)
+    if attempt is None or least is None:
+        return 0
+    try:
+        left = _after_losses(run, attempt)
+        seconds = seconds_left(attempt.job_id)
+    except (SubmitError, RunError) as error:
+        print(f"which nodes are left is not known: {error}", flush=True)
+        return 0
+    signal_s = tomli.loads(patiently(run.config.read_text))["slurm"]["signal_seconds"]
+    return left if left >= int(least) and seconds > 2 * signal_s else 0
+
+
+def _after_losses(run: Run, attempt: Attempt) -> int:
+    """Return the nodes that the job of an attempt still has once Slurm has taken some out of it; 0 where it has all of them."""
+    held, deadline = len(attempt.hosts) + len(attempt.idle), time.monotonic() + seconds_until_down() + _NOTICED_S
+    while (left := nodes_of_job(attempt.job_id)) >= held:
+        if time.monotonic() > deadline or patiently(lambda: _all_ended(run, attempt)):
+            return 0
+        time.sleep(_LOOK_S)
+    return left
+
+
+def _all_ended(run: Run, attempt: Attempt) -> bool:
+    """Return whether the agents of all nodes have ended by themselves; that of the first node has, since its srun has."""
+    names = [f"agent-{index}" for index in range(1, len(attempt.hosts))]
+    statuses = [read_process_status(run, name, attempt.number) for name in names]
+    return all(status is not None and status.state == ENDED for status in statuses)
 
 
 def patiently(look: Callable[[], _Seen]) -> _Seen:
@@ -137,7 +216,7 @@ def main(element_list: Path, status: int) -> int:
             f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"
         )
         return 1
-    return settle(run, start, status)
+    return settle(run, start, status, here=True)
 
 
 def _given_by_hand(run: Run, folder: Path, job: str) -> bool:

@@ -12,8 +12,15 @@ from hpcrl.launch.scheduler import is_away
 
 BATCH_SHELL = "HPCRL_BATCH_SHELL"
 """Variable with the number of the process that runs the batch script."""
-SOON = "now+2"
-"""When an interrupted run may start again. slurmd revokes by the second: a job that starts in the second of its requeue fails, its credential revoked."""
+LEAST_NODES = "HPCRL_LEAST_NODES"
+"""Variable with the nodes of the smallest layout; set where the batch script can start another attempt in the same allocation."""
+ATTEMPTS_HERE = "HPCRL_ATTEMPTS_HERE"
+"""Variable with the attempts of this start of the job that ended before, in the same allocation."""
+HERE = 76
+"""Exit status of the end of a batch script that starts another attempt on the nodes that are left."""
+SOON, LATER = "now+2", "now+2minutes"
+"""When an interrupted run may start again. slurmd revokes by the second: a job that starts in the second of its requeue fails, its credential revoked.
+LATER: where another one goes first."""
 _RETRY_S = 2.0
 _PATIENCE_S = 150.0  # slurmctld may be restarting
 _KILLED_WITHIN_S = 90.0
@@ -31,14 +38,25 @@ def job_name() -> str:
 
 
 def start_name() -> str:
-    """Return the key of this start of the job, as `Attempt.job`."""
-    return f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}"
+    """Return the key of this start of the job, as `Attempt.job`: 12_0.1 after a requeue, 12_0.1+1 where a second attempt follows there."""
+    again = os.environ.get(ATTEMPTS_HERE) or "0"
+    return f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT') or '0'}" + (f"+{again}" if again != "0" else "")
 
 
-def set_dependency(jobs: Sequence[str], after: str | None) -> None:
-    """Let jobs that wait in the queue wait for the end of the job `after` too, or with None for none; one that runs is left as it is."""
+def claimed_start(start: str) -> str:
+    """Return the key by which a start claims its run, the same for all its attempts."""
+    return start.partition("+")[0]
+
+
+def set_dependency(jobs: Sequence[str], after: str | None, start: str | None = None) -> None:
+    """Let jobs that wait in the queue wait for the end of the job `after` too, or with None for none; one that runs is left as it is.
+
+    Args:
+        start: when they may start, as of `requeue_this_job`; None: that stays.
+    """
     for job in jobs:
         words = [f"JobId={job}", f"Dependency=afterany:{after}" if after else "Dependency="]
+        words += [f"StartTime={start}"] if start else []
         try:
             done = _run("scontrol", "update", *words, limit_s=_ANSWER_S)
             print(f"scontrol update {' '.join(words)}: {done.stderr.strip() or 'done'}", flush=True)
@@ -65,7 +83,12 @@ def _scontrol(*words: str) -> bool:
 
 
 def requeue_this_job(
-    *, start: str | None, exclude: Sequence[str], after: str | None = None, freed: Sequence[str] = ()
+    *,
+    start: str | None,
+    exclude: Sequence[str],
+    after: str | None = None,
+    freed: Sequence[str] = (),
+    freed_later: Sequence[str] = (),
 ) -> None:
     """Requeue the job that the caller is part of, and wait to be ended with it.
 
@@ -74,12 +97,14 @@ def requeue_this_job(
         exclude: hosts that it should not get again, as far as enough others are left.
         after: a job whose end it waits for.
         freed: jobs that wait for this one, and need not any more.
+        freed_later: those that may start two minutes later.
     """
     job, parent = job_name(), os.getppid()
     # a refusal most likely says that Slurm has requeued it already, because it preempted it
     _scontrol("requeue", job)
     deadline = time.monotonic() + _KILLED_WITHIN_S
     set_dependency(freed, after=None)
+    set_dependency(freed_later, after=None, start=LATER)
     updates = [[f"StartTime={start}"]] if start else []
     updates += [[f"Dependency=afterany:{after}"]] if after else []
     if exclude and (avoided := _avoided(job, exclude)):

@@ -18,7 +18,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
-from hpcrl.config.sections.slurm import UploadJobConfig
+from hpcrl.config.sections.slurm import EvaluationJobConfig, UploadJobConfig
 from hpcrl.config.sizes import sizes_in
 from hpcrl.errors import ConfigError, DataError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
@@ -27,7 +27,7 @@ from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_lay
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
-from hpcrl.launch.requeue.requeue import BATCH_SHELL
+from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE, BATCH_SHELL, HERE, LEAST_NODES
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
 from hpcrl.launch.submit.models import rank_problems
@@ -36,7 +36,7 @@ from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
 
-_Asked = TypeVar("_Asked", ElasticConfig, UploadJobConfig)
+_Asked = TypeVar("_Asked", ElasticConfig, UploadJobConfig, EvaluationJobConfig)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _slurm_executor(
     """Return the executor of one request. All elements share one batch script, made from the first."""
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
-    survives = any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
+    survives = len(layouts) > 1 or any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     elements = shlex.quote(str(submission.element_list))
@@ -207,6 +207,8 @@ def _slurm_executor(
         # as an option of sbatch it would ask for the tasks of the least nodes, and Slurm would give no node more than it has tasks for
         parameters["ntasks_per_node"] = None
         parameters["srun_args"].append("--ntasks-per-node=1")
+        parameters["setup"] += [f"export {LEAST_NODES}={layouts[0].nodes}"]
+        parameters["teardown"] = [*_until_decided(finish)[:-1], *_NEXT_ATTEMPT_HERE]
     if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
@@ -214,10 +216,24 @@ def _slurm_executor(
     if request:
         begin = f"{last} -m hpcrl.launch.requeue.prologue {elements}"
         parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
+    if len(layouts) > 1:
+        parameters["setup"] += ["while true; do"]
     parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism
     return _executor(submission.folder, parameters, slurm, starter)
+
+
+_NEXT_ATTEMPT_HERE = [
+    f"[ $decided -eq {HERE} ] || exit $decided",
+    # srun takes these for the nodes of the job
+    "read -r SLURM_NNODES SLURM_JOB_NODELIST < <(squeue -h -r -j ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID -o '%D %N')",
+    "export SLURM_NNODES SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES=$SLURM_NNODES SLURM_NODELIST=$SLURM_JOB_NODELIST",
+    "export SLURM_OVERLAP=1",  # Slurm still counts the step that lost a node
+    f"export {ATTEMPTS_HERE}=$((${{{ATTEMPTS_HERE}:-0}} + 1)) {STARTED}=$(date +%s)",
+    "done",
+]
+"""Last lines of a batch script whose other lines, from srun on, are the body of a loop: it goes on with the nodes that are left."""
 
 
 def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gangs: Sequence[str]) -> ArrayExecutor:
@@ -270,6 +286,37 @@ def upload_executor(submission: Submission, run: Run, config: Config, gangs: Seq
     return _executor(submission.folder, parameters, asked, _starter(submission))
 
 
+def evaluation_executor(submission: Submission, run: Run, config: Config, gangs: Sequence[str]) -> ArrayExecutor:
+    """Return the executor of the job array that evaluates the versions of a run, each element on a node of its own.
+
+    Args:
+        gangs: the run's own jobs; no element starts before one of them does, or with when="after" before all have ended.
+    """
+    slurm, asked, starter = config.slurm, config.slurm.evaluation, _starter(submission)
+    last = starter.outside_step(slurm.container)
+    finish = f"{last} -m hpcrl.launch.requeue.evaluation {shlex.quote(str(run.path))} {asked.again_minutes}"
+    starts = "?".join(f"after:{gang}" for gang in gangs)
+    least = {} if asked.time_min_minutes is None else {"time-min": asked.time_min_minutes}
+    parameters = _common(config, submission.folder) | {
+        "job_name": f"hpcrl-{run.name}-evaluation",
+        "comment": f"hpcrl-evaluation:{run.name}",
+        "time": asked.time_minutes,
+        "nodes": 1,
+        "teardown": _until_decided(finish),
+        "srun_args": ["--kill-on-bad-exit=0"],
+        "dependency": starts if asked.when == "during" else f"afterany:{':'.join(gangs)}",
+        "additional_parameters": {"requeue": True, **least, **asked.extra},
+    }
+    kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
+    kind, colon = (asked.gpu_type, ":") if asked.gpu_type else (kind, colon)
+    parameters |= _gpus(slurm, f"{kind}{colon}{config.generator.inference_engine.gpus}")
+    cpus, memory, whole = slurm.element(asked, config.replicas_per_node)
+    if whole:
+        parameters["exclusive"] = True
+    asked = replace(_as_the_run(asked, slurm), cpus_per_task=cpus, mem_gb=memory)
+    return _executor(submission.folder, parameters, asked, starter)
+
+
 def _as_the_run(asked: _Asked, slurm: SlurmConfig) -> _Asked:
     """Return the request of another job of a run, with partition and account of the run where it has none of its own."""
     return replace(asked, partition=asked.partition or slurm.partition, account=asked.account or slurm.account)
@@ -311,7 +358,10 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _executor(
-    folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig | UploadJobConfig, starter: Starter
+    folder: Path,
+    parameters: dict[str, Any],
+    asked: SlurmConfig | ElasticConfig | UploadJobConfig | EvaluationJobConfig,
+    starter: Starter,
 ) -> ArrayExecutor:
     for name in ("partition", "account", "qos", "constraint"):
         if (value := getattr(asked, name)) is not None:
@@ -370,7 +420,7 @@ def uploads_by_job(config: Config) -> bool:
 
 
 def batch_scripts(submission: Submission) -> dict[str, str]:
-    """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools and upload where it has them."""
+    """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pools, upload and evaluation where it has them."""
     first, run = submission.planned, submission.runs[0]
     executors = {
         f"batch script of request {name}" if name else "batch script": (executor, len(submission.elements))
@@ -382,6 +432,9 @@ def batch_scripts(submission: Submission) -> dict[str, str]:
         executors[f"batch script of the {pool.title}"] = executor, len(pool.nodes)
     if uploads_by_job(first):
         executors["batch script of the upload"] = upload_executor(submission, run, first, gangs), 1
+    if first.slurm.evaluation.when != "never":
+        executor = evaluation_executor(submission, run, first, gangs)
+        executors["batch script of the evaluation"] = executor, first.slurm.evaluation.engines
     texts = dict[str, str]()
     for title, (executor, count) in executors.items():
         executor.parameters["map_count"] = count

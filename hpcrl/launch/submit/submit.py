@@ -31,16 +31,18 @@ import hpcrl
 from hpcrl.config import Config
 from hpcrl.config.setting import ONE_LINE
 from hpcrl.errors import RunError, SubmitError
-from hpcrl.launch.agent import agent, pool
+from hpcrl.launch.agent import agent, evaluation, pool
 from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
 from hpcrl.launch.requeue.elastic import cancel_pools
+from hpcrl.launch.requeue.evaluation import cancel_evaluation
 from hpcrl.launch.scheduler import not_here
 from hpcrl.launch.sharing import closed_above, share, writing_for
 from hpcrl.launch.submit.executors import (
     Element,
     Submission,
+    evaluation_executor,
     local_executor,
     pool_executor,
     slurm_executors,
@@ -273,8 +275,11 @@ def launch(submission: Submission, local: bool) -> None:
             gangs = [{name: own[at].job_id for name, own in requests.items()} for at in range(len(runs))]
             arrays = [_start_pools(submission, at, own, jobs, sizes[at]) for at, own in enumerate(gangs)]
             uploads = [_start_upload(submission, at, own, jobs) for at, own in enumerate(gangs)]
-        for run, element, own, pool_jobs, upload in zip(runs, submission.elements, gangs, arrays, uploads, strict=True):
+            evaluations = [_start_evaluation(submission, at, own, jobs) for at, own in enumerate(gangs)]
+        beside = zip(runs, submission.elements, gangs, arrays, uploads, evaluations, strict=True)
+        for run, element, own, pool_jobs, upload, evaluating in beside:
             cancel_pools(run)  # of an earlier submission
+            cancel_evaluation(run)
             record = {
                 "executor": "local" if local else "slurm",
                 "host": socket.gethostname(),
@@ -283,6 +288,7 @@ def launch(submission: Submission, local: bool) -> None:
                 "pool": pool_jobs.pop(ROLLOUT, None),
                 "scorer_pools": pool_jobs,
                 "upload": upload,
+                "evaluation": evaluating,
                 "overrides": element.overrides,
                 "submitted": time.time(),
             }
@@ -309,6 +315,8 @@ def _require_local(submission: Submission) -> None:
         raise SubmitError(
             'slurm.upload.by: with --local there are no jobs; set it to "run", or to "command" and call `hpcrl upload`'
         )
+    if config.slurm.evaluation.when != "never":
+        raise SubmitError('slurm.evaluation.when: with --local there are no jobs; set it to "never"')
     if config.slurm.container.kind != "none":
         raise SubmitError(
             'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
@@ -360,6 +368,20 @@ def _start_upload(submission: Submission, at: int, gangs: Mapping[str, str], job
     (job,) = submit_with_retry(lambda: executor.map_array(upload_job, [str(run.path)], [patience_s]), submission.folder)
     jobs.append(job)
     return job.job_id
+
+
+def _start_evaluation(submission: Submission, at: int, gangs: Mapping[str, str], jobs: list[Job[Any]]) -> str | None:
+    """Submit the job that evaluates the versions of one run, if it is to have one, and return the id of its array; its elements are added
+    to `jobs`."""
+    run, config = submission.runs[at], submission.elements[at].planned
+    engines = config.slurm.evaluation.engines
+    if config.slurm.evaluation.when == "never":
+        return None
+    executor = evaluation_executor(submission, run, config, [*gangs.values()])
+    start = partial(executor.map_array, evaluation.main, [str(run.path)] * engines, range(engines))
+    elements = submit_with_retry(start, submission.folder)
+    jobs += elements
+    return elements[0].job_id.partition("_")[0]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import tomli
 
 from hpcrl.config import Config
 from hpcrl.config.difference import flat, value_as_toml
+from hpcrl.config.secrets import masked
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import ConfigError, HpcrlError, RunError
 from hpcrl.observe.advice import advise
@@ -138,7 +139,7 @@ class _Settings:
 
 def _config(run: Run) -> _Settings:
     try:
-        values = dict(flat(tomli.loads(run.config.read_text(encoding="utf-8"))))
+        values = dict(flat(masked(tomli.loads(run.config.read_text(encoding="utf-8")))))
     except (tomli.TOMLDecodeError, ValueError) as error:
         raise RunError(f"{run.config} is damaged: {error}. Restore it from a backup") from error
     changed = set[str]()
@@ -146,6 +147,11 @@ def _config(run: Run) -> _Settings:
         changed = {path for path, _ in flat(Config.from_toml([run.config]).changed())}
     settings = [(path, value_as_toml(value), path in changed) for path, value in values.items()]
     return _Settings(values, settings)
+
+
+def _override(given: object) -> str:
+    path, equals, value = str(given).partition("=")
+    return f"{path}{equals}{masked(value)}"
 
 
 def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
@@ -171,7 +177,7 @@ def _environment(run: Run, attempts: list[Attempt], code: str) -> list[tuple[str
         ("code", code),
         ("checksum of configuration and code", checksum(run.checksums) if run.checksums.is_file() else "none"),
         ("executor", f"{submission.get('executor', 'not known')}, job {submission.get('job_id', 'not known')}"),
-        ("overrides", " ".join(map(str, submission.get("overrides") or [])) or "none"),
+        ("overrides", " ".join(map(_override, submission.get("overrides") or [])) or "none"),
         ("hosts", ", ".join(dict.fromkeys(host for attempt in attempts for host in attempt.hosts)) or "none yet"),
     ]
     return rows + [(name, version) for name, version in versions_of(run).items()]

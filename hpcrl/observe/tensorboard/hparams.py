@@ -15,6 +15,7 @@ from tensorboard.plugins.hparams import (
     plugin_data_pb2,
 )
 
+from hpcrl.config.secrets import masked
 from hpcrl.observe.summary import EVAL_LOSS, EVAL_SCORE, REWARD
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -76,7 +77,7 @@ def _varied(run: Run) -> list[str]:
 
 def _values(run: Run, paths: Iterable[str]) -> Iterator[tuple[str, bool | float | str]]:
     try:
-        tree = tomli.loads(run.config.read_text(encoding="utf-8"))
+        tree = masked(tomli.loads(run.config.read_text(encoding="utf-8")))
     except (ValueError, RecursionError):
         return
     for path in paths:

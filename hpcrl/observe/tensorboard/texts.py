@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.config.secrets import masked
 from hpcrl.errors import ConfigError
 from hpcrl.observe.summary import summarise
 from hpcrl.observe.summary_table import summary_rows
@@ -31,7 +32,7 @@ def configuration(run: Run) -> str:
         text = Config.from_toml([run.config]).to_toml(only_changed=True)
     except ConfigError:
         text = run.config.read_text(encoding="utf-8")
-    return _verbatim(text)
+    return _verbatim(masked(text))
 
 
 def summary(run: Run) -> str:

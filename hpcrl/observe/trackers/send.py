@@ -19,6 +19,7 @@ import tomli
 
 from hpcrl.config import Config
 from hpcrl.config.import_path import find
+from hpcrl.config.secrets import masked
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsReader, last_reports
 from hpcrl.observe.trackers.base import TrackedRun, Tracker
@@ -91,7 +92,7 @@ def _tracked(run: Run, name: str, sent: Sent, group: str | None) -> TrackedRun:
     sweep = run.name.partition(_SWEEP)[0] if _SWEEP in run.name else None
     folder = run.tracker(name).with_suffix("")
     make_directory(folder)
-    configuration = tomli.loads(run.config.read_text(encoding="utf-8"))
+    configuration = masked(tomli.loads(run.config.read_text(encoding="utf-8")))
     return TrackedRun(sent.key, run.project, sent.name, group or sweep, configuration, folder)
 
 

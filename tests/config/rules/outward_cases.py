@@ -1,4 +1,4 @@
-"""Combinations of the settings of what a run tells and sends others: alerts, uploads."""
+"""Combinations of the settings of what a run tells and sends others: alerts, uploads, its evaluation job."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ OF_ALERTS = [
     Case("alerts have rules", {f"{ALERTS}.steps_without_signal": 0, f"{ALERTS}.command": ["true"]}, f"{ALERTS}.command", "no effect without trainer.alerts.rules", {**ENTROPY, f"{ALERTS}.command": ["true"]}),
 ]  # fmt: skip
 
+JOB = {"slurm.evaluation.when": "during", "trainer.eval_interval": 5}
 EXPORTS = {"trainer.hf_save_interval": 10}
 HF = {"trainer.upload.hf": True, "trainer.upload.hf_repo_name": "me/model"}
 S3 = {"trainer.upload.s3": "all", "trainer.upload.s3_bucket": "mine"}
@@ -129,5 +130,28 @@ OF_UPLOADS = [
         "the job of uploads has settings of its own",
         {"slurm.upload.extra": {"partition": "data"}}, "slurm.upload.extra.partition", "set slurm.upload.partition instead",
         {"slurm.upload.extra": {"nice": 5}},
+    ),
+    Case(
+        "an evaluation job of a run that evaluates nothing",
+        {**JOB, "trainer.eval_interval": -1}, "slurm.evaluation.when", "has no effect where no policy is evaluated",
+        JOB,
+    ),
+    Case(
+        "an evaluation job beside replicas that only evaluate",
+        {**JOB, "slurm.eval_replicas": 1, "generator.inference_engine.num_engines": 2},
+        "slurm.evaluation.when", "does not go together with slurm.eval_replicas",
+        {**JOB, "generator.inference_engine.num_engines": 2},
+    ),
+    Case(
+        "the least time of an evaluation job",
+        {**JOB, "slurm.evaluation.time_min_minutes": 90},
+        "slurm.evaluation.time_min_minutes", "expected at most slurm.evaluation.time_minutes (60), found 90",
+        {**JOB, "slurm.evaluation.time_min_minutes": 20},
+    ),
+    Case(
+        "an evaluation job that is stopped before it has done anything",
+        {**JOB, "slurm.signal_seconds": 400, "slurm.evaluation.time_min_minutes": 10},
+        "slurm.evaluation.time_minutes", "expected at least twice slurm.signal_seconds (400), found 10 minutes",
+        {**JOB, "slurm.signal_seconds": 400},
     ),
 ]  # fmt: skip

@@ -274,11 +274,6 @@ SKYRL = [
         LENDS,
     ),
     Case(
-        "Megatron-core's models leave their GPUs to no engine",
-        {**LENDS, **NO_KL, "trainer.strategy": "megatron"}, f"{PLACEMENT}.lend", "use trainer.strategy=fsdp2",
-        {**LENDS, **NO_KL},
-    ),
-    Case(
         "a critic on nodes of its own leaves them to no engine",
         {**LENDS, **CRITIC, f"{PLACEMENT}.critic_num_nodes": 1}, f"{PLACEMENT}.lend", "a critic on nodes of its own",
         {**LENDS, **CRITIC},
@@ -287,11 +282,6 @@ SKYRL = [
         "a lent replica has room on a node of the trainer",
         {**LENDS, f"{ENGINE}.tensor_parallel_size": 2}, f"{PLACEMENT}.lend", "a replica needs 2 GPUs",
         {**LENDS, **FOUR_GPUS, f"{ENGINE}.tensor_parallel_size": 2},
-    ),
-    Case(
-        "Megatron-core's models stay on their GPUs",
-        {**COLOCATED, **NO_KL, "trainer.strategy": "megatron"}, f"{PLACEMENT}.colocate_all", "use trainer.strategy=fsdp2",
-        {**NO_KL, "trainer.strategy": "megatron"},
     ),
     Case(
         "no replicas come and go beside the trainer",

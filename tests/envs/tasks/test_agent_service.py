@@ -113,8 +113,14 @@ def test_a_service_that_does_not_come_is_given_up() -> None:
         ((200, b"no json"), 'expected 200 and JSON such as {"reward": 1.0'),
         ((200, {"reward": True}), "found|expected 200"),
         ((200, {"reward": 1, "metrics": {"a": "b"}}), "expected 200"),
+        ((200, {"reward": 1, "metrics": {f"m{number}": 1 for number in range(65)}}), "at most 64 metrics"),
+        ((200, b'{"reward": NaN}'), "expected 200"),
         ((200, b" " * 70000), "expected 200"),
         (Raw(lambda _: None), "ended the connection without an answer"),
+        (
+            Raw(lambda connection: connection.write(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\n\x1f\x8b")),
+            r"its answer is compressed \('gzip'\)",
+        ),
         (
             Raw(lambda connection: connection.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{")),
             "without an answer",

@@ -77,9 +77,10 @@ def test_a_killed_process_says_by_which_signal(tmp_path: Path) -> None:
     ("script", "expected"),
     [
         ("def main(:\n", "trainer-0: rank 0: SyntaxError: invalid syntax (log: "),
-        (
+        pytest.param(
             "import nothing_of_the_kind\n",
             "trainer-0: rank 0: ModuleNotFoundError: No module named 'nothing_of_the_kind' (log: ",
+            marks=pytest.mark.faults_slow,
         ),
         ("raise SystemExit(7)\n", "trainer-0: rank 0: exit status 1 (log: "),
     ],
@@ -138,7 +139,7 @@ def test_a_full_filesystem_is_told_where_the_log_could_not(
     ("code", "expected"),
     [
         ("raise ValueError('row 3 is empty')", "ValueError: row 3 is empty"),
-        ("os.kill(os.getpid(), 9)", "Signal 9 (SIGKILL) received by PID"),
+        pytest.param("os.kill(os.getpid(), 9)", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.faults_slow),
     ],
 )
 def test_first_error_behind_torchrun(tmp_path: Path, code: str, expected: str) -> None:

@@ -146,6 +146,17 @@ def test_a_job_that_would_upload_nothing_is_taken_away_too(
     assert sorted(told.read_text().splitlines()) == sorted(told_of.splitlines())
 
 
+def test_the_evaluation_job_is_taken_away_with_its_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    write_json(run.submission, {**json.loads(run.submission.read_text()), "evaluation": "12"})
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|Priority|")
+    told = scancel(tmp_path)
+    assert cancel(run, 0.0).kind == "cancelled"
+    assert sorted(told.read_text().splitlines()) == ["12", "7"]
+
+
 def test_a_record_names_no_option_of_scancel() -> None:
     with pytest.raises(SubmitError, match=r"expected the number of a job to cancel, found '--user=root'"):
         cancel_slurm("--user=root")

@@ -212,7 +212,10 @@ def test_runs_by_the_beginning_of_a_name(tmp_path: Path) -> None:
     assert find_run("q.1", root).name == "q.1", "a whole name comes first"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"executor": "local"}'])
+NAN = '{"executor": "slurm", "host": "", "job_id": "7", "submitted": NaN}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"executor": "local"}', NAN])
 def test_damaged_record_of_one_run_leaves_the_others_their_states(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:

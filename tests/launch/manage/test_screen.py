@@ -160,6 +160,7 @@ def test_events_are_said_when_a_state_changes() -> None:
     )
     waits = list(events(view("pending", "Priority: others come first; at 14:30")))
     assert waits[0] == ("run", "pending ", "pending: Priority: others come first; at 14:30")
+    assert next(events(view("saving", "saving · step 12/40"))) == ("run", "saving ", "saving · step 12/40")
 
 
 def test_bars_and_curves() -> None:

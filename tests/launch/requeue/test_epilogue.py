@@ -13,11 +13,15 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import RunError
-from hpcrl.launch.requeue.epilogue import concluded, ended_before
+from hpcrl.launch.requeue.epilogue import concluded, ended_before, nodes_left, settle
+from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE, HERE, LEAST_NODES, claimed_start, start_name
+from hpcrl.rundir.allocations import read_allocations
 from hpcrl.rundir.claims import RunClaim, claim, read_claim
 from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.growth import GrowthRecord, write_growth
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Kind, open_attempt, read_attempts, read_outcome, report_outcome
+from hpcrl.rundir.ledger import Kind, job_of, open_attempt, read_attempts, read_outcome, report_outcome
+from hpcrl.runtime.process_status import ENDED, StatusWriter
 from hpcrl.runtime.signals import ask_to_stop
 from tests.paths import QUICKSTART
 
@@ -100,7 +104,7 @@ def test_a_start_that_finds_no_list_of_attempts_is_not_over_by_an_old_outcome(tm
 
 def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: Path) -> None:
     with start_finish(tmp_path, "latest", "interrupted") as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         said = ""
         while said.count("\n") < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -130,7 +134,7 @@ def test_other_requests_may_start_once_a_run_is_requeued(tmp_path: Path, monkeyp
     """The run is given back before: the other job may start at once."""
     monkeypatch.setenv("BEFORE_SCONTROL", f"[ $1 = requeue ] && cp -r {tmp_path}/run/claims {tmp_path}/then")
     with start_finish(tmp_path, "latest", "interrupted", also=two_requests) as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "now+2" not in (said := _called(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.1)
         called = "requeue 7_0\nupdate JobId=8_0 Dependency=\nupdate JobId=7_0 StartTime=now+2\n"
@@ -138,6 +142,81 @@ def test_other_requests_may_start_once_a_run_is_requeued(tmp_path: Path, monkeyp
         assert len(list((tmp_path / "then").iterdir())) == 2
         assert read_claim(Run(tmp_path / "run")) == RunClaim(2, None)
         process.kill()
+
+
+def test_the_larger_request_goes_first_where_a_run_grows(tmp_path: Path) -> None:
+    """The job that had the run, and every other one, waits two minutes; in the record of the growth is the one that does not."""
+
+    def growing(place: Path) -> None:
+        two_requests(place)
+        write_growth(Run(place / "run"), GrowthRecord(1, 0.0, 5, "8_0"))
+
+    with start_finish(tmp_path, "latest", "interrupted", also=growing) as process:
+        deadline = time.monotonic() + 60
+        while "now+2" not in (called := _called(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert called == "requeue 7_0\nupdate JobId=8_0 Dependency=\nupdate JobId=7_0 StartTime=now+2minutes\n"
+        process.kill()
+
+
+def test_smaller_requests_wait_where_the_same_job_grows(tmp_path: Path) -> None:
+    def growing(place: Path) -> None:
+        two_requests(place)
+        write_growth(Run(place / "run"), GrowthRecord(1, 0.0, 5, "7_0"))
+
+    with start_finish(tmp_path, "latest", "interrupted", also=growing) as process:
+        deadline = time.monotonic() + 60
+        while _called(tmp_path).count("\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        freed = "update JobId=8_0 Dependency= StartTime=now+2minutes"
+        assert _called(tmp_path) == f"requeue 7_0\n{freed}\nupdate JobId=7_0 StartTime=now+2\n"
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "hours", "here"),
+    [("failed", "2", 1, True), ("hang", "3 3 2", 1, True), ("failed", "3 3", 1, False), ("failed", "1", 1, False), ("failed", "2", 0, False), ("interrupted", "2", 1, False)],
+)  # fmt: skip
+def test_an_attempt_that_lost_a_node_is_followed_by_another_one_in_the_same_allocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, nodes: str, hours: int, here: bool
+) -> None:
+    """Not where no node is gone, where fewer are left than the two of the smallest layout, or within minutes of the time limit.
+
+    Slurm may notice the loss later than the agents do: then it is asked again, unless the agents of all nodes have ended by themselves.
+    """
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1", "n2"], {}, ["n3"])
+    report_outcome(run, 1, kind, "nothing was heard of n2", "agent-0")
+    answers = tmp_path / "answers"
+    answers.write_text("\n".join(nodes.split()) + "\n")
+    lines = {
+        "squeue": f"case $* in *%D*) head -1 {answers}; [ $(wc -l < {answers}) -gt 1 ] && sed -i 1d {answers};; "
+        f"*) date -d '+{hours} hours +4 minutes' +%FT%T;; esac; true",
+        "scontrol": "echo 'SlurmdTimeout           = 30 sec'",
+    }
+    for name, line in lines.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    StatusWriter(run, "agent-1", 1).write(ENDED if nodes == "3 3" else "watching")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(LEAST_NODES, "2")
+    if here:
+        assert settle(run, "7_0.0", here=True) == HERE
+        (allocation,) = read_allocations(run)
+        assert allocation.over
+    else:
+        assert kind == "interrupted" or nodes_left(run, "7_0.0") == 0
+    monkeypatch.delenv(LEAST_NODES)
+    assert nodes_left(run, "7_0.0") == 0, "of a run without ranges"
+
+
+def test_each_attempt_of_an_allocation_has_a_start_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ARRAY_JOB_ID", "7"), ("ARRAY_TASK_ID", "0"), ("RESTART_COUNT", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert start_name() == "7_0.2"
+    monkeypatch.setenv(ATTEMPTS_HERE, "1")
+    assert start_name() == "7_0.2+1"
+    assert (job_of("7_0.2+1"), claimed_start("7_0.2+1")) == ("7_0", "7_0.2")
 
 
 def test_other_requests_are_cancelled_when_a_run_is_over(tmp_path: Path) -> None:
@@ -151,7 +230,7 @@ def test_requeue_is_asked_for_until_slurmctld_is_back(tmp_path: Path, monkeypatc
     away = f"[ -e {tmp_path}/back ] || {{ touch {tmp_path}/back; echo 'Unexpected message received for job 7_0' >&2; exit 1; }}"
     monkeypatch.setenv("BEFORE_SCONTROL", away)
     with start_finish(tmp_path, "latest", "interrupted") as process:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (tmp_path / "called").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert (tmp_path / "called").read_text().startswith("requeue 7_0\n")

@@ -177,6 +177,24 @@ def test_each_request_is_a_batch_script_and_the_other_jobs_wait_for_all_of_them(
     assert ["requeue.prologue " in text for text in scripts.values()] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("when", "dependency"), [("during", "after:JOB_0"), ("after", "afterany:JOB_0")])
+def test_the_evaluation_job_has_a_request_of_its_own(tmp_path: Path, when: str, dependency: str) -> None:
+    settings = [
+        "slurm.partition=main", "slurm.gpus_per_node=h100:8", "generator.inference_engine.backend=vllm", "generator.inference_engine.tensor_parallel_size=2",
+        f'slurm.evaluation={{when="{when}", engines=3, partition="spot", gpu_type="a100", time_minutes=120, time_min_minutes=20, again_minutes=7, cpus_per_task=4}}',
+    ]  # fmt: skip
+    config = Config.from_toml([QUICKSTART], settings)
+    text = batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))[
+        "batch script of the evaluation"
+    ]
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
+    names = ("job-name", "partition", "time", "time-min", "gpus-per-node", "cpus-per-task", "dependency", "nodes")
+    expected = ["hpcrl-mine-evaluation", "spot", "120", "20", "a100:2", "4", dependency, "1"]
+    assert [options[name].strip("'") for name in names] == expected
+    assert options["array"].startswith("0-2")
+    assert f"hpcrl.launch.requeue.evaluation {tmp_path}/mine 7 $status" in text
+
+
 def test_requests_ask_for_the_nodes_of_different_layouts(tmp_path: Path) -> None:
     def nodes(*requests: str) -> list[str]:
         config = Config.from_toml([QUICKSTART], ["trainer.placement.policy_num_nodes=1-4", *requests])

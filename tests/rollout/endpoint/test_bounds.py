@@ -93,7 +93,7 @@ def test_another_sample_is_answered_while_a_large_request_is_tokenized() -> None
         ):
             first = await ask(large, messages=[user("cab")])
             assert first.status_code == 200
-            tokenized = [asyncio.create_task(ask(large, messages=[user("cab " * 500_000)])) for _ in range(2)]
+            tokenized = [asyncio.create_task(ask(large, messages=[user("cab " * 200_000)])) for _ in range(2)]
             await until(session._large.locked)
             for _ in range(5):
                 assert (await ask(small, messages=[user("cab")])).status_code == 200

@@ -59,27 +59,30 @@ class Counts(Hesitates):
 
 
 def test_more_requests_than_are_answered_at_a_time_wait() -> None:
-    """Of a program with plain OpenAI clients, which ask 128 times in parallel and do not ask again."""
-    engine, clients = Counts("abc"), 4 * MOST_OPEN
+    """Of a program with a plain OpenAI client, which asks 128 times in parallel and does not ask again."""
+    engine, requests = Counts("abc"), 4 * MOST_OPEN
 
     def play(messages: Messages, client: Client) -> Turn:
-        def asks(_: int) -> str | None:
-            with OpenAI(base_url=client.endpoint.base_url, api_key=client.endpoint.key, max_retries=0) as openai:
-                told = openai.chat.completions.create(model=client.endpoint.model, messages=cast(Any, messages))
-            return told.choices[0].message.content
+        with (
+            OpenAI(base_url=client.endpoint.base_url, api_key=client.endpoint.key, max_retries=0) as openai,
+            ThreadPoolExecutor(requests) as threads,
+        ):
 
-        with ThreadPoolExecutor(clients) as threads:
-            answers = threads.map(asks, range(clients))
+            def asks(_: int) -> str | None:
+                told = openai.chat.completions.create(model=client.endpoint.model, messages=cast(Any, messages))
+                return told.choices[0].message.content
+
+            answers = threads.map(asks, range(requests))
             wait_for(lambda: engine.open == MOST_OPEN, 60, "too few are generated")
             engine.may_go_on.set()
             assert set(answers) == {"abc"}
         return Turn([], 1.0, True)
 
     began = time.monotonic()
-    group = played(on(engine), play, replace(CONFIG, max_turns=clients))
+    group = played(on(engine), play, replace(CONFIG, max_turns=requests))
     assert not group.failures
     assert engine.most == MOST_OPEN
-    assert time.monotonic() - began > (clients - AT_ONCE) / PER_SECOND, "no more are read per second"
+    assert time.monotonic() - began > (requests - AT_ONCE) / PER_SECOND, "no more are read per second"
 
 
 def test_a_model_is_retrieved_by_its_name(with_embedded: WithEngine[Any]) -> None:  # noqa: F811

@@ -187,7 +187,9 @@ def test_what_is_not_trained_has_no_mask(with_each_engine: WithEngine[Any], tmp_
         assert packed(group, tmp_path).whole().sampling_mask is None
 
 
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.faults_slow), {"top_p": 0.8, "top_k": 5}], ids=str
+)
 def test_a_trainer_with_other_weights_than_the_engine_is_told(
     with_each_engine: WithEngine[Any], models: list[Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -189,7 +189,7 @@ def test_modules_that_are_trained_whole_are_saved_and_exported(
     }
 
 
-@pytest.mark.parametrize("method", ["olora", "pissa"])
+@pytest.mark.parametrize("method", [pytest.param("olora", marks=pytest.mark.faults_slow), "pissa"])
 def test_adapters_that_begin_as_a_part_of_the_weights(
     model_path: Path, tmp_path: Path, alone: World, two: Ranks, method: str
 ) -> None:

@@ -117,7 +117,9 @@ def test_every_way_is_what_peft_computes(results: Path, mixture: Path, name: str
     expect_same(results, truth, name)
 
 
-@pytest.mark.parametrize("lora", [ALL, {**SOME, "init_method": "pissa"}])
+@pytest.mark.parametrize(
+    "lora", [ALL, pytest.param({**SOME, "init_method": "pissa"}, marks=pytest.mark.faults_slow)], ids=["all", "some"]
+)
 def test_checkpoints_hold_adapters_and_peft_computes_the_same_with_an_export(
     mixture: Path, tmp_path: Path, alone: World, two: Ranks, lora: dict[str, Any]
 ) -> None:

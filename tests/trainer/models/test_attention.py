@@ -135,7 +135,10 @@ def with_all_scores(
     return torch.einsum("hqk,khd->qhd", weights_HTT / (weights_HTT.sum(-1, keepdim=True) + more_H), value_THD)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.faults_slow] if name in ("softcap", "sinks") else []) for name in KINDS],
+)
 def test_windows_caps_and_sinks(name: str) -> None:
     """By samples, by padded rows, more than a block of queries long, with prefixes computed once, and as GPUs compute it."""
     kind = AttentionKind(**KINDS[name])

@@ -93,8 +93,19 @@ def test_such_waits_are_seen() -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS, ids=len)
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "correction"),
+    [
+        pytest.param(
+            loss,
+            correction,
+            marks=[pytest.mark.faults_slow] if at and number else [],  # each loss, and each correction with the first
+            id=f"{loss}-{number}",
+        )
+        for at, loss in enumerate(POLICY_LOSSES)
+        for number, correction in enumerate(CORRECTIONS)
+    ],
+)
 def test_no_micro_batch_waits(loss: str, correction: dict[str, Any]) -> None:
     section = {
         "policy_loss_type": loss, "off_policy_correction": correction, "use_kl_loss": True, "use_entropy_loss": True,

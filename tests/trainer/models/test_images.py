@@ -19,7 +19,12 @@ from tests.vision.material import make_rows, write_model
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "bound"), [("qwen3_vl", "fp32", 1e-4), ("qwen3_vl", "bf16", 0.1), ("qwen2_5_vl", "fp32", 1e-4)]
+    ("kind", "dtype", "bound"),
+    [
+        ("qwen3_vl", "fp32", 1e-4),
+        pytest.param("qwen3_vl", "bf16", 0.1, marks=pytest.mark.faults_slow),
+        ("qwen2_5_vl", "fp32", 1e-4),
+    ],
 )
 def test_one_rank_has_all_images(tmp_path: Path, two: Ranks, kind: str, dtype: str, bound: float) -> None:
     """The embedding of the second kind is not tied to the head."""

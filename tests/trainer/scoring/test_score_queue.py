@@ -138,7 +138,7 @@ def test_what_a_scorer_has_that_leaves_goes_to_others(run: Run) -> None:
     assert (told["scorers/ready"], told["scorers/total"], told["scorers/groups_taken_back"]) == (1, 2, 2)
 
 
-@pytest.mark.parametrize("models", [TEACHERS, BOTH, [*BOTH, "teacher-1"]])
+@pytest.mark.parametrize("models", [pytest.param(TEACHERS, marks=pytest.mark.faults_slow), BOTH, [*BOTH, "teacher-1"]])
 def test_every_group_is_scored_once_by_each_model_whatever_happens(models: list[str]) -> None:
     """Two hundred thousand random events: claims, answers that get lost, deaths, late scores, batches."""
     draw, queue = random.Random(7), ScoreQueue(models)

@@ -138,6 +138,7 @@ class FsdpEngine(Generic[Model]):
 
     def to_host(self) -> None:
         if self._world.device.type != "cpu":
+            self._make_moments()  # a save makes them too, where the weights are at that time
             optimizer = self._optimizer if self._optimizer_config.offload_after_step else None
             self._host_state.take(self._models(), optimizer)
 
@@ -178,10 +179,13 @@ class FsdpEngine(Generic[Model]):
     def _states(self) -> dict[str, dict[str, Any]]:
         return {"": self._state()}
 
-    def _state(self) -> dict[str, Any]:
+    def _make_moments(self) -> None:
         if not self._optimizer.state:
             get_state_dict(self._model, self._optimizer)
             forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
+
+    def _state(self) -> dict[str, Any]:
+        self._make_moments()
         model, named = self._saved(), self._model.named_parameters()
         moments = {
             name: {key: numbers(value) for key, value in self._optimizer.state[each].items()}
@@ -393,7 +397,7 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
         if self._reference_is_base:
             for name, value in self._trained().items():
                 held = local(self._reference_values[name])
-                held.copy_(torch.lerp(held, local(value), rate))
+                held.lerp_(local(value).to(held.device), rate)  # the policy may be in host memory
         else:
             assert self._reference is not None, "this engine was made without a reference"
             free_gathered(self._reference)

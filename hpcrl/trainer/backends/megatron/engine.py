@@ -25,6 +25,7 @@ from hpcrl.trainer.backends.megatron.adapters.layer import adapted_weights
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.experts.routing import MegatronRouting
+from hpcrl.trainer.backends.megatron.host_storages import HostStorages, hook_gradients
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
@@ -87,6 +88,7 @@ class MegatronEngine(Generic[Model]):
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
         state = self._chunks, self._architecture, self._optimizer
         self._saved = ShardedState(*state, world, adapted=self._lora.rank > 0)
+        self._host = HostStorages(world.device)
         experts = section.experts if isinstance(section, PolicyConfig) else None
         self._routing = MegatronRouting(self._chunks, experts, self.data.size) if experts else None
         dynamic = megatron.pipeline_dynamic_shape
@@ -138,9 +140,29 @@ class MegatronEngine(Generic[Model]):
 
     def _gather(self) -> None:
         """Complete the parameters, which with overlap_param_gather are gathered as the next forward pass needs them."""
-        if self._megatron.ddp_config.overlap_param_gather:
+        if self._megatron.ddp_config.overlap_param_gather and not self._host.away:
             for chunk in self._wrapped:
                 chunk.start_param_sync(force_sync=True)
+
+    def to_host(self) -> None:
+        if self._world.device.type != "cpu":
+            self._leave()
+
+    def _leave(self) -> None:
+        self._gather()
+        stepped, moments = self._saved.stepped()
+        state = [*stepped, *moments] if self._optimizer_config.offload_after_step else []
+        buffers = [each for chunk in self._wrapped for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self._host.take([*self._weights(), *state], stepped, [each.grad_data for each in buffers])
+
+    def to_device(self) -> None:
+        if self._host.away:
+            self._host.give_back()
+            for chunk in self._wrapped:
+                hook_gradients(chunk)
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [parameter for chunk in self._chunks for parameter in chunk.parameters()]
 
     def save(self, directory: Path, group: dist.ProcessGroup) -> None:
         self._writer(copied=False)(directory, group)
@@ -168,6 +190,9 @@ class MegatronExported(MegatronEngine[Model]):
         super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
         self.source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
         self._first_values = self._copied() if self._lora.begins_from_weights else {}
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [*super()._weights(), *self._first_values.values()]
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         return export_pieces(self._chunks, self._architecture, dtype, self._world)
@@ -281,6 +306,10 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         held = self._holding(self._reference_values) if self._reference_values else without_adapters(self._chunks)
         with held:
             yield
+
+    def _weights(self) -> list[torch.Tensor]:
+        reference = [parameter for chunk in self._reference or () for parameter in chunk.parameters()]
+        return [*super()._weights(), *reference, *self._reference_values.values()]
 
     def _without_adapters(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return trained parameters as before training: with first values, and B = 0 unless it is taken from the weights."""

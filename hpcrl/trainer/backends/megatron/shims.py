@@ -7,30 +7,33 @@ Megatron-core, whose private names it replaces, and refuses any other; and it re
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from hpcrl.errors import RunError
 
 VERSION = "0.16.1"
 
 _CPU = torch.device("cpu")
+_installed = False
 
 
 def install() -> None:
     """Let Megatron-core run on the CPU, in this process; again without effect."""
-    global _mode
+    global _installed
     import megatron.core
 
     require_fitting(cuda=torch.cuda.is_available(), version=megatron.core.__version__)
-    if _mode is None:
-        _mode = _Redirect()
-        _replace_in_torch(_mode)
+    if not _installed:
+        _replace_in_torch()
+        _replace_in_tensors()
         _replace_in_megatron()
-        _mode.__enter__()
+        _installed = True
 
 
 def require_fitting(*, cuda: bool, version: str) -> None:
@@ -45,25 +48,18 @@ def require_fitting(*, cuda: bool, version: str) -> None:
         )
 
 
-class _Redirect(TorchFunctionMode):
-    """Redirects Megatron-core's CUDA calls to the CPU where torch lets a mode intercept them."""
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function of torch that creates a tensor, on the CPU where CUDA is named."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs:  # seldom, and a step makes thousands of calls
-            if _is_cuda(kwargs.get("device")):  # device="cuda" stands in schedules, gradient norms, losses
-                kwargs = kwargs | {"device": _CPU}
-            if kwargs.get("pin_memory"):  # of the token order under context parallelism; the CPU build of torch cannot
-                kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        if func is torch.Tensor.cuda:  # tied embeddings, context parallelism, checkpoints
-            return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # gradients must report a GPU as their device
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **kwargs) if kwargs else func(*args)
+    @wraps(create)
+    def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):  # the CPU build of torch cannot
+            del kwargs["pin_memory"]
+        return create(*args, **kwargs)
 
-
-_mode: _Redirect | None = None
+    return created
 
 
 def _is_cuda(device: Any) -> bool:
@@ -90,7 +86,7 @@ def _stream(_stream: _Stream) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _replace_in_torch(mode: _Redirect) -> None:
+def _replace_in_torch() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # everywhere, as device=torch.cuda.current_device()
     cuda.synchronize = lambda *_: None  # pipelines with micro-batches of different lengths, saving
@@ -101,14 +97,23 @@ def _replace_in_torch(mode: _Redirect) -> None:
     # the tracker of random states, and recomputation: what they keep is the state of the CPU's generator
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    autograd: Any = torch.autograd
-    run_backward = autograd._engine_run_backward
+    _device_constructors()  # torch keeps what a device context changes when it is first asked, which has to be its own functions
+    # device="cuda" stands in schedules, gradient norms, losses; pin_memory in the token order under context parallelism
+    for create in (torch.empty, torch.ones, torch.tensor, torch.zeros):
+        setattr(torch, create.__name__, _on_cpu(create))
 
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        with mode:  # recomputation runs layers in there, and torch leaves the mode while it calls `backward`
-            return run_backward(*args, **kwargs)
 
-    autograd._engine_run_backward = redirected
+def _replace_in_tensors() -> None:
+    tensor: Any = torch.Tensor
+    type_of = tensor.type
+    # tied embeddings, context parallelism, checkpoints
+    tensor.cuda = tensor.pin_memory = lambda self, *_, **__: self
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    tensor.type = type_  # gradients must report a GPU as their device
 
 
 def _replace_in_megatron() -> None:

@@ -89,6 +89,16 @@ class ShardedState:
             if parameter.requires_grad or not adapted
         }
 
+    def stepped(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return this rank's tensors that the optimizer steps, and their moments, which are made where it has not stepped."""
+        optimizers = [each for each in self._optimizer.chained_optimizers if each.optimizer is not None]
+        for optimizer in optimizers:
+            _begin(optimizer)
+        groups = [group for each in optimizers for group in each.optimizer.param_groups]
+        states = [state for each in optimizers for state in each.optimizer.state.values()]
+        moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [parameter for group in groups for parameter in group["params"]], moments
+
     def writer(self, updates: int, *, copied: bool) -> Writer:
         """Return the writer of the state.
 

@@ -20,6 +20,7 @@ from tests.rollout.conftest import WithEngine, runner
 from tests.rollout.engines.test_contract import LENGTH, updated_while_running
 from tests.rollout.material import LONG_PROMPT, as_version, distribution, options, served
 
+needs_engine = pytest.mark.faults_slow  # of its own
 EXACT = TOLERANCES["bfloat16"] if ON_GPU else 1e-4
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -50,6 +51,18 @@ def differs(said: Generation, model: Path, temperature: float = 1.0) -> float:
     return (torch.tensor(said.logprobs) - expected).abs().max().item()
 
 
+def test_passes_are_counted_since_the_last_metrics() -> None:
+    """Ten passes over thirty drafts, twelve of them accepted: each generates its own token, too."""
+    before = Drafts(passes=5, tokens=15, accepted=1)
+    found = Drafts(passes=15, tokens=45, accepted=13).metrics(before)
+    assert found == {
+        "generate/draft_accepted_share": pytest.approx(0.4),
+        "generate/tokens_per_pass": pytest.approx(2.2),
+    }
+    assert before.metrics(before) == {}
+
+
+@needs_engine
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_k": 3, "logprobs": 3}], ids=str)
 def test_logprobs_are_those_of_the_policy(
     with_drafts: WithEngine[Any], models: list[Path], sampling: dict[str, Any]
@@ -71,6 +84,7 @@ def test_logprobs_are_those_of_the_policy(
     assert max(differs(said, models[0], sampling.get("temperature", 1.0)) for said in found) < EXACT
 
 
+@needs_engine
 def test_greedy_responses_are_those_without_drafts(with_drafts: WithEngine[Any], with_engine: WithEngine[Any]) -> None:
     sampling = {**WHOLE, "temperature": 0.0}
     (drafted,), (plain,) = (
@@ -80,6 +94,7 @@ def test_greedy_responses_are_those_without_drafts(with_drafts: WithEngine[Any],
     torch.testing.assert_close(torch.tensor(drafted.logprobs), torch.tensor(plain.logprobs), atol=EXACT, rtol=0)
 
 
+@needs_engine
 def test_drafts_meet_new_weights_while_requests_run(with_drafts: WithEngine[Any], models: list[Path]) -> None:
     async def play(engine: EngineClient) -> list[Generation]:
         await engine.update_weights(as_version(models[0], 0))

@@ -211,6 +211,22 @@ class Way:
         self.world.barrier()
         return Path(path)
 
+    def leave(self, _argument: None) -> None:
+        """Move the state to host memory as for engines on the same GPUs; on CPUs too, from one place to another."""
+        self.engine._leave()
+        chunks = self.engine._wrapped
+        for parameter in [each for chunk in chunks for each in chunk.parameters() if each.requires_grad]:
+            held = parameter.data
+            parameter.data = held.double()  # torch drops the accumulator of its gradient, as with another device
+            parameter.data = held
+        buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        held = [data for buffer in buffers for data in (buffer.param_data, buffer.grad_data) if data is not None]
+        assert held
+        assert not any(data.untyped_storage().nbytes() for data in held)
+
+    def come_back(self, _argument: None) -> None:
+        self.engine.to_device()
+
     def restore(self, path: str) -> None:
         self.engine.restore(Path(path))
 

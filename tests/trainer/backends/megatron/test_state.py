@@ -53,7 +53,6 @@ PAIRS: dict[str, tuple[str, Engine, Engine]] = {
     "fsdp-to-pp2": ("policy", FSDP[2], (2, PP2)),
     "dp2-to-fsdp": ("untied", (2, OVERLAP), FSDP[2]),
     "fsdp-to-ep2": ("experts", FSDP[2], (2, EP2)),
-    "critic-to-tp2": ("critic", FSDP[2], (2, TP2)),
     "adapters-to-fsdp": ("adapters", (2, TP2 | CANONICAL), FSDP[2]),
 }
 MORE: dict[str, tuple[str, Engine, Engine]] = {
@@ -73,6 +72,7 @@ MORE: dict[str, tuple[str, Engine, Engine]] = {
     "ep2-to-ep2-tp2": ("experts", (2, EP2), (4, EP2 | TP2 | ETP1)),
     "mixtral-to-ep2": ("mixtral", FSDP[2], (2, EP2)),
     "shared-to-fsdp": ("shared", (2, TP2 | ETP1), FSDP[2]),
+    "critic-to-tp2": ("critic", FSDP[2], (2, TP2)),
     "critic-to-fsdp": ("critic", (2, PP2), FSDP[1]),
     "critic-adapters-to-tp2": ("critic-adapters", FSDP[1], (2, TP2 | CANONICAL)),
     "adapters-to-pp2": ("adapters", FSDP[2], (2, PP2 | CANONICAL)),
@@ -216,6 +216,46 @@ def test_shared_adapters_are_read_by_engines_that_share_them(played: Played) -> 
         error = played.seam.told(made[name]).told["error"]
         assert "CommitError" in error
         assert "with lora_type=lora layers share adapters" in error
+
+
+KEPT = {"optimizer_config": {"offload_after_step": False}}
+AWAY: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2": ("policy", megatron(**TP2)),
+    "overlap": ("untied", megatron(**OVERLAP)),
+    "bf16": ("untied", megatron(**BF16)),
+    "bf16-whole": ("policy", megatron(**BF16, **PP2 | WHOLE)),
+    "moments-stay": ("policy", laid_over(megatron(), {"policy": KEPT})),
+    "experts": ("experts", megatron(**EP2)),
+    "adapters": ("adapters", laid_over(megatron(**TP2), {"algorithm": {"reference_reset_interval": 9}})),
+    "critic": ("critic", megatron(**TP2)),
+}
+
+
+def test_a_state_that_has_left_its_device_is_saved_and_exported_from_host_memory(played: Played) -> None:
+    """As by a model that stays, to the bit; its reference follows it there, and training goes on alike."""
+    places, ways = {}, dict[tuple[str, bool], Way]()
+    for name, (kind, trainer) in AWAY.items():
+        model, section, special = KINDS[kind]
+        for away in (False, True):
+            places[name, away] = [played.place(f"{name}-{way}-{away}") for way in ("saved", "copied")]
+            saved, copied = places[name, away]
+            follows = [] if kind == "critic" else [("reset_reference", False)]
+            turn = [("keep", "while"), *follows, ("snapshot", copied), ("save", saved)]
+            left, back = ([("leave", None)], [("come_back", None)]) if away else ([], [])
+            do = [*left, *back, ("train", 1), *left, *turn, *back, ("train", 2), ("write", None), *left, *back]
+            ways[name, away] = played.seam.way(f"{name}-{away}", model, laid_over(trainer, section), do, **special)
+    played.seam.play(2, list(ways.values()))
+    for name in AWAY:
+        away, still = (played.seam.told(ways[name, away]) for away in (True, False))
+        assert away.told == still.told
+        assert not still.told["error"]
+        for own, other in ((away.tensors, still.tensors), (away.samples, still.samples)):
+            assert own.keys() == other.keys()
+            assert all(torch.equal(value, own[key]) or value.isnan().any() for key, value in other.items())
+        for own, other in zip(places[name, True], places[name, False], strict=True):
+            first, second = contents(own), contents(other)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
 def test_what_an_earlier_version_wrote_is_refused(played: Played) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {
     ],
 }
 
+RANKS = [1, 2, pytest.param(4, marks=pytest.mark.faults_slow)]
+
 Told = dict[str, Any]
 
 
@@ -41,21 +45,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
-    """What the scenarios wrote, by name of the file."""
-    out = tmp_path_factory.mktemp("told")
-    for ranks, layouts in LAYOUTS.items():
+def told_by(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Told]]:
+    """What the scenarios of so many ranks wrote, by name of the file."""
+
+    @functools.cache
+    def play(ranks: int) -> dict[str, Told]:
+        out, layouts = tmp_path_factory.mktemp(f"told-by-{ranks}"), LAYOUTS[ranks]
         whole = [layout for layout in layouts if layout.keys().isdisjoint({"pp", "cp"})]
         todo: list[tuple[str, Told]] = [
-            ("round_trip", {"layouts": layouts, "out": f"{out}/round-trip-{ranks}"}),
-            ("logits", {"layouts": whole, "out": f"{out}/logits-{ranks}"}),
+            ("round_trip", {"layouts": layouts, "out": f"{out}/round-trip"}),
+            ("logits", {"layouts": whole, "out": f"{out}/logits"}),
         ]
         if ranks == 2:
             todo += two_ranks(models, out)
         given = json.dumps([[name, {"models": str(models), **options}] for name, options in todo])
         result = run_ranks(ranks, given, script="trainer/backends/megatron/weights_scenarios.py")
         assert result.returncode == 0, result.stderr
-    return {path.name: json.loads(path.read_text()) for path in out.iterdir() if path.is_file()}
+        return {path.name: json.loads(path.read_text()) for path in out.iterdir() if path.is_file()}
+
+    return play
+
+
+@pytest.fixture(scope="module")
+def told(told_by: Callable[[int], dict[str, Told]]) -> dict[str, Told]:
+    return told_by(2)
 
 
 def two_ranks(models: Path, out: Path) -> list[tuple[str, Told]]:
@@ -122,18 +135,19 @@ FREEZING: dict[str, tuple[str, dict[str, bool], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_what_is_loaded_is_exported_again_bit_by_bit(told: dict[str, Told], ranks: int):
-    found = told[f"round-trip-{ranks}"]
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_loaded_is_exported_again_bit_by_bit(told_by: Callable[[int], dict[str, Told]], ranks: int):
+    found = told_by(ranks)["round-trip"]
     assert {case: names for case, names in found["differing"].items() if names} == {}
     assert not any(found["everywhere"])
     assert len(found["differing"]) >= len(CONFIGS)
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_logits_are_those_of_transformers(told: dict[str, Told], ranks: int):
-    assert len(told[f"logits-{ranks}"]) >= len(CONFIGS)
-    for case, (difference, spread) in told[f"logits-{ranks}"].items():
+@pytest.mark.parametrize("ranks", RANKS)
+def test_logits_are_those_of_transformers(told_by: Callable[[int], dict[str, Told]], ranks: int):
+    found = told_by(ranks)["logits"]
+    assert len(found) >= len(CONFIGS)
+    for case, (difference, spread) in found.items():
         assert difference < 1e-5 * max(spread, 1), case
         assert spread > 0.5, case
 

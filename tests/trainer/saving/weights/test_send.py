@@ -7,18 +7,21 @@ import logging
 import multiprocessing
 import os
 import socket
+import struct
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.data.weights import stream
-from hpcrl.data.weights.stream import rendezvous_entries
+from hpcrl.data.weights.stream import Pair, rendezvous_entries
 from hpcrl.rollout.weights.receive import NotReceived, Receiver
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -99,6 +102,64 @@ def test_nobody_else_is_sent_to(tmp_path: Path) -> None:
     with pytest.raises(NotReceived, match="is no rank of the trainer"):
         Receiver(stranger, 1, False, HOST, STAGE_S).receive(published(4, sender.address()), tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def listening() -> set[int]:
+    """Return the ports at which this process listens."""
+    return {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize(
+    ("says", "count"), [(b"", 50), (b"\1", 50), (bytes(range(256)) * 16, 20), (b"GET / HTTP/1.1\r\n\r\n", 20)]
+)
+def test_a_stranger_at_the_port_of_gloo_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bytes, count: int
+) -> None:
+    """Half of the connections end, the others are held open; gloo keeps each open file until the pair ends."""
+    run, rendezvous = run_with(tmp_path, "secret"), Pair.own_rendezvous
+    sender, receiver = WeightSender(run, 1, 0, CPU, HOST, STAGE_S), Receiver(run, 1, False, HOST, STAGE_S)
+    before, attacked = listening(), set[int]()
+    with ExitStack() as stack:
+
+        def found_out(pair: Pair) -> dict[str, str]:
+            own = rendezvous(pair)
+            for port in listening() - before - attacked:
+                attacked.add(port)
+                for number in range(count):
+                    stranger = socket.create_connection((HOST, port), 30)
+                    stack.enter_context(stranger)
+                    with suppress(ConnectionError):
+                        stranger.sendall(says)
+                    if number % 2:
+                        stranger.close()
+            return own
+
+        monkeypatch.setattr(Pair, "own_rendezvous", found_out)
+        for version in (1, 2):
+            receiver.receive(offered(sender, version), tmp_path)
+            assert load_file(tmp_path / "a.safetensors")["w"].tolist() == [version] * 3
+            await_kept(sender)
+    assert len(attacked) == 2, "of both ends"
+
+
+def test_a_stranger_in_the_place_of_a_receiver_costs_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's numbers of connections are small: who sends them first is taken for the other end, and the version is read from its files."""
+    run, rendezvous, before = run_with(tmp_path, "secret"), Pair.own_rendezvous, listening()
+    sender, receiver = WeightSender(run, 1, 0, CPU, HOST, 2.0), Receiver(run, 1, False, HOST, 2.0)
+    with ExitStack() as stack:
+
+        def taken(pair: Pair) -> dict[str, str]:
+            own = rendezvous(pair)
+            for port in listening() - before:
+                for number in range(4):
+                    stranger = stack.enter_context(socket.create_connection((HOST, port), 30))
+                    stranger.sendall(struct.pack("<q", number))
+            return own
+
+        monkeypatch.setattr(Pair, "own_rendezvous", taken)
+        with pytest.raises(NotReceived, match=r"Timed out|within|closed"):
+            receiver.receive(offered(sender, 1), tmp_path)
+    assert not (tmp_path / "a.safetensors").exists()
 
 
 def test_a_host_that_is_silent_costs_a_stage(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ class LayerAdapter(nn.Module):
             else:
                 parts.append(like.new_zeros(*like.shape[:-1], len(rows)))
         together = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-        return together if self._order is None else together.index_select(-1, self._order)
+        return together if self._order is None else together.index_select(-1, self._order.to(together.device))
 
 
 def _rows(names: list[str], blocks: list[tuple[str, int, int]]) -> tuple[dict[str, range], list[int]]:

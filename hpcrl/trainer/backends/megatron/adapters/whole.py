@@ -69,8 +69,8 @@ def whole_adapters(
             if name in here:
                 found = _gathered(*here[name])
             else:
-                dtype, device = chunks[0].config.params_dtype, torch.cuda.current_device()
-                found = torch.empty(shapes_there[name], dtype=dtype, device=device)
+                dtype = chunks[0].config.params_dtype
+                found = torch.empty(shapes_there[name], dtype=dtype, device=_device(chunks))
             if any(name not in others for _, others in everyones):  # only some pipeline stages have it
                 dist.broadcast(found, rank)
             whole[name] = found.cpu()
@@ -85,6 +85,11 @@ def whole_adapters(
         )
         for name, (source, scaling) in everywhere.items()
     )
+
+
+def _device(chunks: Sequence[GPTModel]) -> torch.device:
+    """Return where all ranks have their parameters: on their GPUs, or in host memory while engines use those."""
+    return next(chunks[0].parameters()).device
 
 
 def _whole_shape(share: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> list[int]:
@@ -113,7 +118,7 @@ def whole_modules(
     for piece, found, owner in zip(pieces, exported, owners, strict=True):
         for name, empty in piece.tensors.items():
             value = found[name] if name in found else torch.empty_like(empty, device="cpu")
-            value = value.to(torch.cuda.current_device()).contiguous()
+            value = value.to(_device(chunks)).contiguous()
             dist.broadcast(value, owner)
             whole[name] = value.cpu()
     (embedding,) = slots(architecture)[EMBEDDING].tensors

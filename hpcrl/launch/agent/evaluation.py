@@ -1,0 +1,116 @@
+"""Agent of one element of the evaluation job (slurm.evaluation), a job array beside the run's own.
+
+It evaluates the versions that wait and leaves its node when none does. The end of its batch script (launch/requeue/evaluation.py) queues it
+again as long as more may come. Slurm may take it away at any time: finished rows are on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.errors import HpcrlError
+from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.environment import Environments
+from hpcrl.launch.agent.network import node_address
+from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
+from hpcrl.launch.nodes import Node
+from hpcrl.launch.requeue.elastic import AGAIN
+from hpcrl.launch.requeue.evaluation import nothing_to_do, waiting_versions
+from hpcrl.launch.retention import end_of_run
+from hpcrl.rundir.attempt_config import attempt_config
+from hpcrl.rundir.checkpoints import Retention
+from hpcrl.rundir.checksums import require_unchanged
+from hpcrl.rundir.evaluations import begun_evaluations
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts, read_outcome
+from hpcrl.rundir.process_names import evaluation_name
+from hpcrl.runtime.scratch import Scratch
+
+_POLL_S, _GRACE_S = 0.5, 15.0
+
+
+def main(path: str, element: int) -> None:
+    """Evaluate what waits for one element of the run at `path`; ends the process."""
+    signals = listen()
+    run, context = Run(Path(path)), NodeContext.here()
+    script = None if context.local else BatchScript(signals)
+    try:
+        status = serve(run, element, context, signals)
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        status = error.exit_code
+    if script:
+        script.require_its_end()
+    sys.exit(status)
+
+
+def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> int:
+    """Evaluate until no version waits or a signal comes; return the exit status of the agent."""
+    array = os.environ["SLURM_ARRAY_JOB_ID"]
+    while not signals:
+        if why := nothing_to_do(run, array, element):
+            print(f"nothing to do: {why}", flush=True)
+            _delete_the_rest(run)
+            return 0
+        if not waiting_versions(run, element):
+            print("no version waits; another job may use this node", flush=True)
+            break
+        attempt = read_attempts(run)[-1].number
+        log_to(run.log(attempt, f"agent-{evaluation_name(element)}"))
+        require_unchanged(run)
+        if status := _evaluate(run, element, attempt, context, signals):
+            return status
+    return AGAIN
+
+
+def _evaluate(run: Run, element: int, attempt: int, context: NodeContext, signals: list[int]) -> int:
+    """Run jobs/evaluation.py, again where it fails for a reason of its own; return its last exit status, 0 after a signal."""
+    config, name = attempt_config(run, attempt), evaluation_name(element)
+    restarts, scratch = Restarts(config.slurm.replica_restarts), Scratch("agent")
+    command = [sys.executable, str(run.code / "jobs" / "evaluation.py"), str(run.path), str(element)]
+    environment = _environment(config, attempt, context, scratch.path)
+    try:
+        while not signals:
+            print(f"starting {name}: {' '.join(command)}", flush=True)
+            child = Child(name, command, environment, run.log(attempt, name))
+            while child.poll() is None and not signals:
+                time.sleep(_POLL_S)
+            child.end(_GRACE_S)
+            if signals or not (status := child.poll()):
+                break
+            restarts.ended()
+            print(child.first_error(), flush=True)
+            if restarts.given_up or concerns_the_run(status):
+                return status if status > 0 else 1
+            while restarts.due is not None and time.monotonic() < restarts.due and not signals:
+                time.sleep(_POLL_S)
+            restarts.started()
+        return 0
+    finally:
+        scratch.remove()
+
+
+def _environment(config: Config, attempt: int, context: NodeContext, heartbeats: Path) -> dict[str, str]:
+    """Return the environment of the job's process, which has all devices of the element."""
+    slurm, engine = config.slurm, config.generator.inference_engine
+    cpus, _, _ = slurm.element(slurm.evaluation, config.replicas_per_node)
+    own, gpus = replace(config, slurm=replace(slurm, cpus_per_task=cpus)), engine.gpus if slurm.gpus else 0
+    node = Node(0, "rollout", 0, (config.lent_replicas.stop,), gpus, 0)
+    address = "127.0.0.1" if context.local else node_address(slurm.network_interface)
+    environments = Environments(own, node, attempt, address, slurm.network_interface, heartbeats, context.local)
+    return environments.of(node.workers[0])
+
+
+def _delete_the_rest(run: Run) -> None:
+    """Delete what trainer.keep_when_done does not keep of a run that is done, and what only its evaluations still needed."""
+    outcome = read_outcome(run) if run.config.is_file() else None
+    if outcome is None or outcome.kind != "done" or begun_evaluations(run):
+        return
+    trainer = attempt_config(run).trainer
+    if trainer.keep_when_done != "all":
+        end_of_run(run, trainer.keep_when_done, Retention.of(trainer), trainer.upload, outcome.attempt)

@@ -1,0 +1,87 @@
+"""Manages the evaluation job of a run (slurm.evaluation): its end, and the end of an element's batch script.
+
+    python -m hpcrl.launch.requeue.evaluation RUN MINUTES STATUS_OF_SRUN
+
+An element is queued again if its agent asked for that by its exit status, or was killed, as long as versions wait or may come. It starts
+at once where one waits, else after MINUTES.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import tomli
+
+from hpcrl.errors import SubmitError
+from hpcrl.launch.requeue.elastic import AGAIN, SIGNALLED, ended, replaced
+from hpcrl.launch.requeue.requeue import SOON, outlive_the_job, requeue_this_job
+from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.evaluations import begun_evaluations, versions_of_element
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_outcome
+
+
+def evaluation_job(run: Run) -> str | None:
+    """Return the id of the job array that evaluates a run's versions; None: there is none."""
+    return (read_json(run.submission) or {}).get("evaluation")
+
+
+def cancel_evaluation(run: Run) -> None:
+    """Cancel the evaluation job of a run, if it has one."""
+    if job := evaluation_job(run):
+        with suppress(SubmitError):  # it is over, and Slurm has forgotten it
+            cancel_slurm(job)
+
+
+def waiting_versions(run: Run, element: int) -> list[int]:
+    """Return the versions that wait for an element of the job, by the settings of the run."""
+    tree = tomli.loads(run.config.read_text())
+    elements, interval = tree["slurm"]["evaluation"]["engines"], tree["trainer"]["eval_interval"]
+    return versions_of_element(run, element, elements, interval)
+
+
+def nothing_to_do(run: Run, array: str, element: int) -> str | None:
+    """Return why an element of the job `array` has nothing more to do, or None: a version waits for it, or may come.
+
+    What waits of a run that was cancelled is not evaluated.
+    """
+    why = replaced(run, array)
+    if why or (why := ended(run)) is None or not waiting_versions(run, element):
+        return why
+    outcome = read_outcome(run)
+    return why if outcome is not None and outcome.kind == "cancelled" else None
+
+
+def describe_waiting(run: Run) -> str:
+    """Return which versions wait for the evaluation job of a run, for people; empty where none do."""
+    job, waiting = evaluation_job(run), begun_evaluations(run)
+    return f"{', '.join(f'v{version}' for version in waiting)}: for job {job}" if job and waiting else ""
+
+
+def next_start(run: Run, element: int, minutes: int) -> str:
+    """Return when an element is to start again: at once where a version waits for it, else after so many minutes."""
+    return SOON if waiting_versions(run, element) else f"now+{minutes}minutes"
+
+
+def main(run: Run, minutes: int, status: int) -> int:
+    outlive_the_job()
+    array, element, killed = (
+        os.environ["SLURM_ARRAY_JOB_ID"],
+        int(os.environ["SLURM_ARRAY_TASK_ID"]),
+        status >= SIGNALLED,
+    )
+    if status != AGAIN and not killed:
+        return status
+    if why := nothing_to_do(run, array, element):
+        print(f"not queued again: {why}", flush=True)
+        return 0
+    requeue_this_job(start=None if killed else next_start(run, element, minutes), exclude=())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Run(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])))

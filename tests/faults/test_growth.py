@@ -1,0 +1,65 @@
+"""A run that gets more nodes while it runs, and one that loses a node and goes on with the others in the same allocation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from hpcrl.rundir.growth import read_growth
+from hpcrl.rundir.ledger import outcome_of, read_attempts
+from tests.faults.history import assert_nothing_lost, assert_reported_once, last_trained
+from tests.faults.scenario import Scenario
+from tests.faults.test_ranges import NODES, PATIENCE_S, drained, reach
+from tests.jobs.small_run import trained_groups
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.own_cluster("--conf", "MinJobAge=300")  # nobody else waits for nodes
+@pytest.mark.faults_slow
+def test_a_run_goes_on_with_more_nodes_once_they_are_idle(scenario: Scenario) -> None:
+    """The third node comes back while the run is on two; the run saves, gives them back and has all three."""
+    scenario.knobs(latency_s=2.0)
+    long = {"trainer.max_steps": 9000, "trainer.epochs": 100, "slurm.time_minutes": 600, "slurm.grow_minutes": 60}
+    with drained(scenario, scenario.nodes[2:]):
+        run = scenario.submit({NODES: "1-2", **long}, pinned=False)
+        reach(scenario, run, 9)
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "growth", PATIENCE_S, run)
+    first, second = read_attempts(run)
+    assert (len(first.hosts), len(second.hosts)) == (2, 3), scenario.report(run)
+    outcome, growth = outcome_of(run, 1), read_growth(run)
+    assert outcome
+    assert growth
+    assert outcome.kind == "interrupted"
+    assert "to go on with 3 nodes" in outcome.message
+    assert (growth.attempt, growth.nodes, growth.job) == (1, 3, first.job_id)
+    reach(scenario, run, last_trained(run) + 3)
+    assert "run: cancelled" in scenario.told("cancel", run.name)
+    assert len(read_attempts(run)) == 2, "not twice within the hour"
+    groups = Counter(group for step in trained_groups(run) for group in step)
+    assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
+    assert_reported_once(run)
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.faults_slow
+def test_a_lost_node_leaves_the_others_to_the_next_attempt(scenario: Scenario) -> None:
+    """In the same start of the job: Slurm takes the second trainer's node out of it, and the batch script starts the agents again."""
+    run = scenario.submit({NODES: "1-2", "trainer.max_steps": 30}, pinned=False)
+    scenario.knobs(latency_s=1.0)
+    reach(scenario, run, 4)
+    (first,) = read_attempts(run)
+    lost = first.hosts[1]
+    scenario.cluster.stop(lost)
+    try:
+        scenario.wait(lambda: len(read_attempts(run)) == 2, "another attempt", PATIENCE_S, run)
+        scenario.knobs()
+        second = read_attempts(run)[1]
+        assert second.job == f"{first.job}+1", scenario.report(run)
+        assert second.hosts == [host for host in first.hosts if host != lost]
+        assert scenario.slurm("squeue", "-h", "-r", "-j", first.job_id, "-o", "%T %D") == "RUNNING 2"
+        assert_nothing_lost(scenario, run, steps=30, same_values=False)
+    finally:
+        scenario.cluster.start(lost)
+    assert len(read_attempts(run)) == 2
+    assert len([*run.allocations.glob("*.json")]) == 2

@@ -1,0 +1,98 @@
+"""An element of the evaluation job: its agent over a stand-in for the job's process, and the end of its batch script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.controller.evaluation import begin_evaluation, write_summary
+from hpcrl.launch.requeue.elastic import AGAIN
+from hpcrl.launch.requeue.evaluation import describe_waiting, next_start, nothing_to_do
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
+from tests.launch.agent.test_pool import GANG, POOL, gone, wait_for
+from tests.paths import QUICKSTART
+
+JOB = "12"
+WORKS = """
+import os, sys, time
+from pathlib import Path
+run = Path(sys.argv[1])
+(run / "works").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+FAILS = "import sys; print('DataError: no such prompts', file=sys.stderr); sys.exit(4)"
+
+
+def make_run(tmp_path: Path, program: str = WORKS, *settings: str) -> Run:
+    run, asked = Run(tmp_path / "run"), ["slurm.evaluation.when=during", "trainer.eval_interval=2", *settings]
+    write_text(run.config, Config.from_toml([QUICKSTART], asked).to_toml())
+    write_text(run.code / "jobs" / "evaluation.py", program)
+    write_json(
+        run.submission,
+        {"executor": "slurm", "job_id": GANG, "pool": POOL, "scorer_pools": {}, "evaluation": JOB, "submitted": 0.0},
+    )
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    return run
+
+
+@contextmanager
+def element(run: Run) -> Iterator[subprocess.Popen[bytes]]:
+    names = {"LOCAL_JOB_ID": "1", "LOCAL_NTASKS": "1", "LOCAL_LOCALID": "0", "LOCAL_GLOBALRANK": "0"}
+    environment = {f"SUBMITIT_{name}": value for name, value in names.items()}
+    environment |= {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_WITH_SHELL": "0", "SLURM_ARRAY_JOB_ID": JOB}
+    program = "import sys; from hpcrl.launch.agent.evaluation import main; main(sys.argv[1], 0)"
+    with subprocess.Popen([sys.executable, "-c", program, str(run.path)], env=os.environ | environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    begin_evaluation(run, 2, 1)
+    with element(run) as process:
+        wait_for(lambda: (run.path / "works").exists() and (run.path / "works").read_text(), "nothing works", 120)
+        worker = int((run.path / "works").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == AGAIN
+    assert gone(worker)
+    assert not run.stop.exists(), "the run goes on"
+
+
+def test_an_error_of_the_run_ends_an_element(tmp_path: Path) -> None:
+    run = make_run(tmp_path, FAILS)
+    begin_evaluation(run, 2, 1)
+    with element(run) as process:
+        assert process.wait(120) == 4
+    assert "DataError: no such prompts" in run.log(1, "agent-evaluation-0").read_text()
+    assert describe_waiting(run) == "v2: for job 12"
+
+
+def test_what_ends_an_element(tmp_path: Path) -> None:
+    run = make_run(tmp_path, WORKS, "slurm.evaluation.engines=2")
+    assert nothing_to_do(run, JOB, 0) is None, "a version may come"
+    report_outcome(run, 1, "interrupted", "saved", "agent-0")
+    assert nothing_to_do(run, JOB, 0) is None, "the run waits in the queue"
+    assert next_start(run, 1, 7) == "now+7minutes"
+    begin_evaluation(run, 2, 1)
+    assert (next_start(run, 0, 7), next_start(run, 1, 7)) == ("now+7minutes", "now+2")
+    cancel_outcome(run, 1)
+    assert "cancelled" in (nothing_to_do(run, JOB, 1) or ""), "it waits in vain"
+    open_attempt(run, f"{GANG}.1", ["n1"])
+    report_outcome(run, 2, "done", "finished", "agent-0")
+    assert nothing_to_do(run, JOB, 0) == "finished", "the version is of the other element"
+    assert nothing_to_do(run, JOB, 1) is None, "it waits, though the run is over"
+    write_summary(run, 2, {})
+    assert nothing_to_do(run, JOB, 1) == "finished"
+    assert nothing_to_do(run, "13", 1) == "the run has another pool, or none any more"
+    run.config.unlink()
+    assert nothing_to_do(run, JOB, 1) == "the run is gone"

@@ -1,0 +1,137 @@
+"""The first node's agent that looks for more nodes: two looks, what Slurm answers, and the request to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.launch.agent.growth import GrowthWatch
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.layouts import AttemptLayout
+from hpcrl.observe.summary import STEP_SECONDS, pace_by_nodes
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, open_attempt
+from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.runtime.signals import stop_asked, stop_cause
+from tests.paths import QUICKSTART
+
+NODES = "trainer.placement.policy_num_nodes"
+LAYOUTS = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLayout(5, {NODES: 4})]
+PROGRAMS = {
+    "sinfo": "echo main",
+    "squeue": "case $* in *%e*) date -d '+8 hours' +%FT%T;; *PENDING*) cat {place}/pending;; "
+    "*) echo '7_0|RUNNING|N/A|None|/runs/script.sh'; echo '8_0|PENDING|N/A|Dependency|/runs/large.sh';; esac",
+    "sbatch": 'echo "$@" >> {place}/asked; grep -qx -- "$2" {place}/idle || exit 1\n'
+    'echo "sbatch: Job 9 to start at $(date +%FT%T) using 8 processors on nodes n4 in partition main" >&2',
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run whose attempt has trained twelve steps of a minute each, after a start of two minutes, on two nodes."""
+    for name, line in PROGRAMS.items():
+        (tmp_path / name).write_text("#!/bin/sh\n" + line.replace("{place}", str(tmp_path)) + "\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "pending").write_text("")
+    (tmp_path / "asked").write_text("")
+    run = Run(tmp_path / "project" / "run")
+    run.metrics.mkdir(parents=True)
+    attempt, lines = open_attempt(run, "7_0.0", ["n1", "n2"], {NODES: 1}), list[str]()
+    for step in range(1, 13):
+        times = {"step": step, "time": attempt.started + 120 + 60 * step, "metrics": {STEP_SECONDS: 60.0}}
+        lines.append(json.dumps({"attempt": 1, **times}))
+    run.metrics_of("trainer").write_text("\n".join(lines) + "\n")
+    StatusWriter(run, "trainer", 1).write("step 13", step=13, total=2000)
+    write_json(run.submission, {"job_id": "7_0"})
+    return run
+
+
+def watch(run: Run, *settings: str) -> GrowthWatch:
+    config = Config.from_toml([QUICKSTART], [f'{NODES}="1-4"', "slurm.grow_minutes=60", *settings])
+    context = NodeContext(0, ["n1", "n2"], "7_0.0", 0, False)
+    return GrowthWatch(run, config, context, Attempt(1, "7_0.0", ["n1", "n2"], time.time(), {NODES: 1}), LAYOUTS)
+
+
+def idle(run: Run, *nodes: int) -> None:
+    """Let Slurm start jobs of these numbers of nodes at once."""
+    (run.path.parents[1] / "idle").write_text("".join(f"--nodes={count}\n" for count in nodes))
+
+
+def asked(run: Run) -> list[str]:
+    return (run.path.parents[1] / "asked").read_text().splitlines()
+
+
+def test_the_attempt_stops_when_two_looks_find_the_same_nodes(run: Run) -> None:
+    """It asks for the nodes that it has not: its own are idle once it has given them back."""
+    growth = watch(run)
+    idle(run, 1)
+    assert not growth.look()
+    assert asked(run) == ["--test-only --nodes=1 /runs/script.sh", "--test-only --nodes=3 /runs/script.sh"]
+    idle(run, 1, 3)
+    assert not growth.look(), "more than at the look before"
+    assert stop_asked(run, 1) is None
+    assert growth.look()
+    assert stop_asked(run, 1) == "interrupted"
+    assert stop_cause(run, 1).startswith("to go on with 5 nodes, ")
+    found = read_growth(run)
+    assert found
+    assert (found.attempt, found.nodes, found.job) == (1, 5, "7_0")
+
+
+def test_nodes_are_not_given_back_while_others_wait_for_some(run: Run) -> None:
+    growth = watch(run)
+    idle(run, 1, 3)
+    (run.path.parents[1] / "pending").write_text("12|Resources\n")
+    assert not growth.look()
+    assert not growth.look()
+    assert asked(run) == []
+    (run.path.parents[1] / "pending").write_text("")
+    assert not growth.look(), "the first look that finds room"
+
+
+@pytest.mark.parametrize("why", ["recently", "few steps", "no step", "no room"])
+def test_what_keeps_the_nodes(run: Run, why: str) -> None:
+    idle(run, *(() if why == "no room" else (1, 3)))
+    if why == "recently":
+        write_growth(run, GrowthRecord(1, time.time() - 3000, 3, "7_0"))
+    elif why == "few steps":
+        StatusWriter(run, "trainer", 1).write("step 13", step=13, total=20)
+    elif why == "no step":
+        run.metrics_of("trainer").unlink()
+    growth = watch(run)
+    assert not growth.look()
+    assert not growth.look()
+    assert (asked(run) == []) == (why != "no room"), "Slurm is asked only where growth would gain something"
+    assert stop_asked(run, 1) is None
+
+
+def test_a_larger_request_is_asked_for_as_a_whole(run: Run) -> None:
+    """Nothing is known of whether its nodes are among those in hand."""
+    write_json(run.submission, {"job_id": "7_0", "requests": {"small": "7_0", "large": "8_0"}})
+    growth = watch(run, "slurm.requests.small.nodes=2", "slurm.requests.large.nodes=5")
+    idle(run, 3)
+    assert not growth.look()
+    assert asked(run) == ["--test-only --nodes=5 /runs/large.sh"]
+    idle(run, 5)
+    assert not growth.look()
+    assert growth.look()
+    assert (found := read_growth(run))
+    assert (found.nodes, found.job) == (5, "8_0")
+
+
+def test_seconds_per_step_by_nodes(run: Run) -> None:
+    assert pace_by_nodes(run) == {2: 60.0}
+    second = open_attempt(run, "7_0.1", ["n1", "n2", "n3"], {NODES: 2})
+    with run.metrics_of("trainer").open("a") as file:
+        for step in range(13, 19):
+            times = {"step": step, "time": second.started + 40 * step, "metrics": {STEP_SECONDS: 40.0}}
+            file.write(json.dumps({"attempt": 2, **times}) + "\n")
+    assert pace_by_nodes(run) == {2: 60.0, 3: 40.0}

@@ -1,0 +1,83 @@
+"""What Slurm answers about nodes that a job would get at once, and about jobs that wait for them."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import SubmitError
+from hpcrl.launch.requeue.room import expected_at_once, nodes_of_job, others_wait, seconds_left, starts_at_once
+
+# printed by sbatch of Slurm 22.05
+ANSWER = "sbatch: Job 2 to start at {start} using 8 processors on nodes n4 in partition main\n"
+PREEMPTS = "sbatch:   Preempts: 1\n"
+START = "2026-11-27T23:19:09"
+NOW = datetime.fromisoformat(START).timestamp()
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lines: str) -> None:
+    program = tmp_path / "bin" / name
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\n{lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def test_only_a_start_now_that_takes_no_node_from_others_counts() -> None:
+    assert expected_at_once(ANSWER.format(start=START), NOW) == "main"
+    assert expected_at_once(ANSWER.format(start=START), NOW + 30) == "main", "slurmctld looked a moment ago"
+    assert expected_at_once(ANSWER.format(start=START), NOW - 600) is None, "in ten minutes"
+    assert expected_at_once(ANSWER.format(start=START) + PREEMPTS, NOW) is None
+    assert expected_at_once("sbatch: error: Requested node configuration is not available", NOW) is None
+    assert expected_at_once(ANSWER.format(start="Unknown"), NOW) is None
+
+
+def test_sbatch_is_asked_as_from_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options in the variables of this job would be those of the other one."""
+    answer = ANSWER.format(start="$(date +%FT%T)").strip()
+    stand_in(
+        tmp_path, monkeypatch, "sbatch", f'env > {tmp_path}/env; echo "$@" > {tmp_path}/asked; echo "{answer}" >&2'
+    )
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    assert starts_at_once("/runs/script.sh", 2) == "main"
+    assert (tmp_path / "asked").read_text() == "--test-only --nodes=2 /runs/script.sh\n"
+    environment = (tmp_path / "env").read_text()
+    assert "SLURM_CONF=" in environment
+    assert "SBATCH_PARTITION" not in environment
+    stand_in(tmp_path, monkeypatch, "sbatch", "exit 1")
+    assert starts_at_once("/runs/script.sh", 2) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SubmitError, match="sbatch was not found"):
+        starts_at_once("/runs/script.sh", 2)
+
+
+def test_jobs_that_wait_for_nodes_of_the_same_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "sinfo", f'echo "$@" > {tmp_path}/asked; printf "main\\nhigh\\nmain\\n"')
+
+    def waiting(*jobs: str) -> bool:
+        (tmp_path / "jobs").write_text("".join(f"{job}\n" for job in jobs))
+        stand_in(tmp_path, monkeypatch, "squeue", f'echo "$@" >> {tmp_path}/asked; cat {tmp_path}/jobs')
+        return others_wait(["n1", "n2"], ["7_0", "8_0"])
+
+    assert not waiting()
+    assert not waiting("9|Dependency", "10_0|BeginTime", "11|JobHeldUser", "12|QOSMaxJobsPerUserLimit", "8_0|Priority")
+    assert waiting("9|Dependency", "10|Resources")
+    assert waiting("10_3|Priority")
+    asked = (tmp_path / "asked").read_text()
+    assert "-n n1,n2" in asked
+    assert "-p high,main" in asked
+
+
+def test_time_and_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "squeue", "case $* in *%D*) echo 2;; *) date -d '+1 hour' +%FT%T;; esac")
+    assert nodes_of_job("7_0") == 2
+    assert 3590 < seconds_left("7_0") < 3605
+    stand_in(tmp_path, monkeypatch, "squeue", "true")
+    with pytest.raises(SubmitError, match="expected the number of its nodes"):
+        nodes_of_job("7_0")
+    with pytest.raises(SubmitError, match="expected the end of the job"):
+        seconds_left("7_0")
