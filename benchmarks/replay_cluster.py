@@ -220,7 +220,7 @@ class Times:
     Attributes:
         start_s: from the start of a job to its first step. A first start of vLLM on an H100 took 80 s (docs/gpu.md).
         preempt_s: after which an attempt is preempted.
-        grows: on idle nodes, while no other job waits, as hpcrl/launch/requeue/room.py asks.
+        grows: onto idle nodes, while no other job waits.
         takes_over: a larger request waits on while a smaller one runs, and takes the run over when it starts. hpcrl has not got this.
     """
 

