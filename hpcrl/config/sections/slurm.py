@@ -207,6 +207,9 @@ class RequestConfig:
     gpus_per_node: int | str | None = setting(None, range=NOT_NEGATIVE, check=_GPUS)
     """GPUs asked for on each node, as many as slurm.gpus_per_node, and of which type, "a100:8"; unset: slurm.gpus_per_node."""
 
+    gpu_memory_gb: float | None = setting(None, range=POSITIVE)
+    """Memory of each of them in GB (2^30 bytes), which the layouts of this request have to fit in; unset: slurm.gpu_memory_gb."""
+
     extra: dict[str, Any] = setting({}, check=_SBATCH)
     """Further sbatch options by their long names, beside those of slurm.extra and before them."""
 
@@ -244,6 +247,10 @@ class SlurmConfig:
     time_min_minutes: int | None = setting(None, range=Range(5), on_change=CLUSTER)
     """The least time limit in minutes with which an attempt may start: Slurm may shorten the limit down to it where the attempt then starts
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
+
+    nodes: int | str | None = setting(None, range=COUNT, check=_NODES, on_change=SPREAD)
+    """Nodes of an attempt, a number or a range such as "2-16". They are divided between trainer and replicas in the ratio of the nodes that
+    policy_num_nodes and num_engines ask for (docs/placement.md). Unset: the sum of those."""
 
     gpus_per_node: int | str = setting(
         0,

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hpcrl.launch.submit.executors import (
     Submission,
     batch_scripts,
     local_executor,
+    slurm_executors,
     submit_with_retry,
 )
 from tests.paths import QUICKSTART
@@ -175,6 +177,23 @@ def test_each_request_is_a_batch_script_and_the_other_jobs_wait_for_all_of_them(
     assert pool["dependency"].strip("'") == "after:JOB-large_0?after:JOB-spot_0"
     assert upload["dependency"] == "afterany:JOB-large_0:JOB-spot_0"
     assert ["requeue.prologue " in text for text in scripts.values()] == [True, True, False, False]
+
+
+def test_layouts_of_a_request_fit_into_its_gpus(tmp_path: Path) -> None:
+    def memory(configs: Sequence[Config]) -> list[str]:
+        room = [(config.slurm.gpu_memory_gb or 0) * config.trainer.placement.policy_nodes for config in configs]
+        return ["" if each >= 80 else "too little memory" for each in room]
+
+    older = 'slurm.requests.older={gpus_per_node="a100:1", gpu_memory_gb=40, constraint="sxm"}'
+    settings = ["trainer.placement.policy_num_nodes=1-4", "slurm.gpus_per_node=h100:1", "slurm.gpu_memory_gb=80"]
+    config = Config.from_toml([QUICKSTART], [*settings, "slurm.requests.newer={}", older])
+    submission = Submission(tmp_path / "runs" / "p" / ".slurm" / "run", [Element("run", config, [], (memory,))])
+    asked = {name: executor.parameters for name, executor in slurm_executors(submission).items()}
+    assert [each["nodes"] for each in asked.values()] == ["2-5", "3-5"]
+    assert [each["gpus_per_node"] for each in asked.values()] == ["h100:1", "a100:1"]
+    assert asked["older"]["constraint"] == "sxm"
+    layouts = {name: submission.asked_by(name).elements[0].layouts for name in asked}  # which its agents get
+    assert [[layout.nodes for layout in own] for own in layouts.values()] == [[2, 3, 5], [3, 5]]
 
 
 def test_requests_ask_for_the_nodes_of_different_layouts(tmp_path: Path) -> None:
