@@ -273,9 +273,8 @@ def launch(submission: Submission, local: bool) -> None:
             requests = dict[str, list[Job[Any]]]()
             for name, executor in executors.items():
                 elements = submission.asked_by(name).elements
-                layouts = (
-                    [[element.layouts for element in elements]] if ranges else []
-                )  # the code of older runs takes none
+                # the code of older runs takes none
+                layouts = [[element.layouts for element in elements]] if ranges else []
                 start = partial(executor.map_array, agent.main, paths, sizes, *layouts)
                 requests[name] = submit_with_retry(start, submission.folder)
                 jobs += requests[name]
