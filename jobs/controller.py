@@ -18,7 +18,7 @@ from hpcrl.controller.build import build_service
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.monitor import monitor_process
 from hpcrl.observe.goodput import GoodputMeter
-from hpcrl.observe.tensorboard.event_file import Follower
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.attempt_config import attempt_config

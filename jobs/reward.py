@@ -17,7 +17,7 @@ from contextlib import closing
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.timeline import Timeline
+from hpcrl.observe.timeline import Timeline, process_start
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -32,7 +32,7 @@ def main(path: str) -> None:
     name = f"reward-{number}"
     heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)
     status.write("loading model")
-    with ending_told(status), closing(Timeline(run, name, attempt)) as timeline:
+    with ending_told(status), closing(Timeline(run, name, attempt, began=process_start())) as timeline:
         serve(run, attempt_config(run, attempt), attempt, name, status, heartbeat, timeline)
 
 

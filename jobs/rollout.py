@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.timeline import ASLEEP, Timeline
+from hpcrl.observe.timeline import ASLEEP, Timeline, process_start
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
@@ -42,7 +42,7 @@ def main(path: str) -> None:
     heartbeat = Heartbeat(run, attempt, name)
     status = StatusWriter(run, name, attempt, heartbeat)
     status.write("starting engine")
-    with ending_told(status), closing(Timeline(run, name, attempt)) as timeline:
+    with ending_told(status), closing(Timeline(run, name, attempt, began=process_start())) as timeline:
         serve(run, attempt_config(run, attempt), attempt, replica, status, heartbeat, timeline)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hpcrl.config import Config
 from hpcrl.config.scorers import REWARD, ScorerSet, samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.timeline import Timeline
+from hpcrl.observe.timeline import Timeline, process_start
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
@@ -58,7 +58,9 @@ def main(path: str) -> None:
 
     with (
         ending_told(status) if first else nullcontext(),
-        closing(Timeline(run, name if first else f"{name}-rank-{os.environ['RANK']}", attempt)) as timeline,
+        closing(
+            Timeline(run, name if first else f"{name}-rank-{os.environ['RANK']}", attempt, began=process_start())
+        ) as timeline,
         ExitStack() as stack,
     ):
         tells = first and not scorers.engine  # of an engine, `still_starting` does

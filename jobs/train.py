@@ -28,7 +28,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.observe.timeline import Timeline
+from hpcrl.observe.timeline import Timeline, process_start
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -56,7 +56,7 @@ def main(run_dir: str) -> None:
     heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), attempt_config(run, attempt)
     trainer = config.trainer
     with (
-        closing(Timeline(run, f"rank-{os.environ['RANK']}", attempt)) as timeline,
+        closing(Timeline(run, f"rank-{os.environ['RANK']}", attempt, began=process_start())) as timeline,
         joined(trainer.deterministic, config.slurm.gpus > 0, config.slurm.patience) as world,
         recorded(trainer.profiler, trainer.policy.record_memory, run, attempt, world, timeline) as record_step,
     ):

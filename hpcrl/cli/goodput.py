@@ -24,9 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _goodput(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
     from json import dumps
 
     from hpcrl.errors import RunError
+    from hpcrl.observe.first_step import first_steps
     from hpcrl.observe.goodput import Account, account_of
 
     accounts, runs = dict[str, Account](), _runs(arguments)
@@ -43,10 +45,12 @@ def _goodput(arguments: argparse.Namespace) -> int:
     if not accounts:
         raise RunError("none of these runs has a record of its nodes: none has begun, or an earlier hpcrl made them")
     whole = sum(accounts.values(), Account([]))
+    first = [each for run in runs if f"{run.project}/{run.name}" in accounts for each in first_steps(run)]
     if arguments.json:
-        print(dumps({"runs": sorted(accounts), **whole.to_json()}, indent=2))
+        steps = [asdict(each) for each in first]
+        print(dumps({"runs": sorted(accounts), **whole.to_json(), "first_steps": steps}, indent=2))
         return 0
-    for line in _lines(whole, accounts):
+    for line in [*_lines(whole, accounts), *(map(str, first) if len(accounts) == 1 else ())]:
         print(one_line(line))
     return 0
 

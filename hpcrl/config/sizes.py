@@ -9,6 +9,7 @@ from hpcrl.errors import ConfigError
 
 POLICY_NODES = "trainer.placement.policy_num_nodes"
 NUM_ENGINES = "generator.inference_engine.num_engines"
+NODES = "slurm.nodes"
 
 _RANGE = re.compile(r"([1-9][0-9]{0,4})-([1-9][0-9]{0,4})")
 

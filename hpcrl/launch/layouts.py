@@ -45,7 +45,19 @@ def all_layouts(config: Config, *checks: Check) -> list[AttemptLayout]:
         left = [at for at, layout in enumerate(found) if not layout.problem]
         for at, why in zip(left, check([config.at(found[at].sizes) for at in left]), strict=True):
             found[at] = replace(found[at], problem=why)
+    if config.slurm.nodes is not None:
+        found = _nearest(found)
     return sorted(found, key=lambda layout: (layout.nodes, *layout.sizes.values()))
+
+
+def _nearest(layouts: Sequence[AttemptLayout]) -> list[AttemptLayout]:
+    """Return for each number of nodes the first layout that works, and where there is none the first."""
+    found = dict[int, AttemptLayout]()
+    for layout in layouts:
+        before = found.setdefault(layout.nodes, layout)
+        if before.problem and not layout.problem:
+            found[layout.nodes] = layout
+    return list(found.values())
 
 
 def usable_layouts(layouts: Sequence[AttemptLayout]) -> list[AttemptLayout]:

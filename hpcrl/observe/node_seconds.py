@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from hpcrl.observe.timeline import ABSENT, ASLEEP, ENVIRONMENT, FIRST_RANK, IDLE, KINDS, LOAD, Span
+from hpcrl.observe.timeline import ABSENT, ASLEEP, ENVIRONMENT, FIRST_RANK, IDLE, IMPORT, KINDS, LOAD, Span
 from hpcrl.observe.waiting import (
     BATCH,
     CHECKPOINTS,
@@ -33,6 +33,8 @@ CATEGORIES = (TRAINED, GENERATED, SCORED, EVALUATED, SAVED, STARTING, WAITED, LO
 """What a node second may be; the first three are goodput."""
 TRAINED_AGAIN, GENERATED_AGAIN, NOT_TRAINED, KILLED = "trained again", "generated again", "not trained", "until its end"
 """Why a node second is lost."""
+JOBS, IMPORTS, MODELS = "jobs and agents", "imports", "models"
+"""What starts: the batch script, agents and checks until a process begins; Python's modules of that process; its model or engine."""
 UNFINISHED = "unfinished"
 """Phase of a replica whose groups were never finished, in place of `generate`."""
 
@@ -44,7 +46,12 @@ _TRAIN, _RETRAINED = "train", "retrained"
 _TRAINS = frozenset(KINDS["train"])
 _SAVES = (CHECKPOINTS, EXPORTS, DUMPS)
 _REPLICA, _TURNS = "rollout", "turns"
+_NOT_BEGUN = "not begun"
+"""State of a device none of whose processes has begun yet."""
 _DOES: dict[str, Use] = {
+    _NOT_BEGUN: (STARTING, JOBS),
+    IMPORT: (STARTING, IMPORTS),
+    LOAD: (STARTING, MODELS),
     _TRAIN: (TRAINED, ""),
     _RETRAINED: (LOST, TRAINED_AGAIN),
     "generate": (GENERATED, ""),
@@ -99,12 +106,12 @@ class _Device:
         whose = shown.partition("-")[0]
         if len(self.processes) > 1 and state in (BATCH, ABSENT):
             other = states[self.processes[1]]
-            if not (self.node.lends and other in (ASLEEP, LOAD, ABSENT)):
+            if not (self.node.lends and other in (ASLEEP, IMPORT, LOAD, ABSENT)):
                 whose, state = (_TURNS if state == BATCH else _REPLICA), other
         self.begun |= state != ABSENT
         if self.node.role == LEFT_OVER:
             return (self.node.attempt, LEFT_OVER, 1.0, "", ABSENT, (IDLE_NODES, LEFT_OVER))
-        state = state if self.begun else LOAD
+        state = state if self.begun else _NOT_BEGUN
         return (self.node.attempt, self.node.role, 1 / max(1, len(self.node.devices)), whose, state, self.node.after)
 
 
@@ -206,8 +213,6 @@ def _use(key: _Key, trainer: str, for_batch: str) -> Use:
     *_, whose, state, after = key
     if state == ABSENT:
         return after
-    if state == LOAD:
-        return STARTING, ""
     if state in _DOES:
         return _DOES[state]
     if whose == "rank":

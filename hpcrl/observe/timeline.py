@@ -15,6 +15,7 @@ attempt stay exact, however long it is, and the newest spans are the finest.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import sys
@@ -32,7 +33,7 @@ from hpcrl.rundir.commit import make_directory, open_file, parse_json, write_tex
 from hpcrl.rundir.layout import Run, attempt_of
 from hpcrl.rundir.records import is_time
 
-LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
+IMPORT, LOAD, IDLE, OTHER, ABSENT = "import", "load", "idle", "other", "absent"
 """Phases of more than one role. A process is absent before its first span and after its last one."""
 ENVIRONMENT = "environment"
 """Phase of a replica whose groups all wait for environments or rewards: its engine has no request."""
@@ -54,7 +55,7 @@ KINDS = {
     "score": ("score",),
     "environment": ("environment",),
     IDLE: (IDLE,),
-    LOAD: (LOAD,),
+    LOAD: (IMPORT, LOAD),
     OTHER: (OTHER,),
     ABSENT: (ABSENT,),
 }  # fmt: skip
@@ -90,6 +91,13 @@ class Span:
         return _KIND_OF.get(self.phase, OTHER)
 
 
+def process_start() -> float:
+    """Return the Unix time at which this process was started, as Linux counts it (proc_pid_stat(5), starttime)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age)
+
+
 class Timeline:
     """Notes what one process does; its only writer. A thread of the process may call while another does.
 
@@ -98,9 +106,12 @@ class Timeline:
     Args:
         resolution_s: phases are added up over at least this time before a span of each is written, in the order in which they began. So a
             process that changes between two phases a thousand times a second writes few lines, and the sums are exact.
+        began: Unix time of the start of the process, which has imported its modules since then; None: it does not count.
     """
 
-    def __init__(self, run: Run, process: str, attempt: int, resolution_s: float = 0.001) -> None:
+    def __init__(
+        self, run: Run, process: str, attempt: int, resolution_s: float = 0.001, began: float | None = None
+    ) -> None:
         self._path, self._resolution_s = run.timeline_of(attempt, process), resolution_s
         self._lock = threading.Lock()
         self._start, self._began = time.time(), time.monotonic()
@@ -113,6 +124,9 @@ class Timeline:
         # one that was killed in the middle of a line shares its file with the one that took its place
         self._lines.append("\n" if self._path.exists() else "")
         self._note({"process": process, "host": socket.gethostname(), "versions": _versions()})
+        if began is not None:
+            seconds = max(0.0, self._start - began)
+            self._note({"start": round(self._start - seconds, 6), "seconds": round(seconds, 6), "phase": IMPORT})
 
     def follow(self, follower: Callable[[str, int | None], None]) -> None:
         """Call `follower` with phase and step, now and whenever one of them changes, so that another tool shows the same ranges."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 
-from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, LOAD, Span, recent_spans
+from hpcrl.observe.timeline import ABSENT, ENVIRONMENT, FIRST_RANK, IDLE, IMPORT, LOAD, Span, recent_spans
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.rundir.process_names import SCORER, WORKER
@@ -32,10 +32,16 @@ _OF_TRAINER = {
     "sync_weights": WEIGHTS, "save_checkpoints": CHECKPOINTS, "save_hf_model": EXPORTS, "dump_data_batch": DUMPS,
     "eval": EVALUATION, "offload": TURNS, "onload": TURNS, "wait_for_critic": CRITIC, "wait_for_policy": POLICY,
 }  # fmt: skip
-_OF_REPLICA = {"fetch_weights": WEIGHTS, "update_weights": LOADING, ENVIRONMENT: ENVIRONMENTS, LOAD: START}
+_OF_REPLICA = {
+    "fetch_weights": WEIGHTS,
+    "update_weights": LOADING,
+    ENVIRONMENT: ENVIRONMENTS,
+    IMPORT: START,
+    LOAD: START,
+}
 # of several replicas the first that one of them does is what the trainer waits for
 _FOR_BATCH = {"generate": SAMPLES, ENVIRONMENT: ENVIRONMENTS, "evaluate": EVALUATION, "update_weights": LOADING}
-_FOR_BATCH |= {"fetch_weights": WEIGHTS, "score": SCORES, LOAD: START}
+_FOR_BATCH |= {"fetch_weights": WEIGHTS, "score": SCORES, IMPORT: START, LOAD: START}
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ def wait_of_replica(phase: str, trainer: str) -> str | None:
         return _OF_REPLICA.get(phase)
     if trainer == BATCH:
         return SLOWEST
-    return START if trainer in (LOAD, ABSENT) else _OF_TRAINER.get(trainer, TRAINING)
+    return START if trainer in (IMPORT, LOAD, ABSENT) else _OF_TRAINER.get(trainer, TRAINING)
 
 
 def _colocated(spans: Mapping[str, list[Span]], start: float, end: float) -> Shares:

@@ -98,7 +98,7 @@ def _of_run(run: Run, progress: Callable[[], object]) -> Iterator[Path]:
     for path in run.code.rglob("*"):
         progress()
         # neither what Python, an editor or a network filesystem leaves
-        if path.is_file() and "__pycache__" not in path.parts and path.name[0] not in ".#" and path.name[-1] != "~":
+        if "__pycache__" not in path.parts and path.name[0] not in ".#" and path.name[-1] != "~" and path.is_file():
             yield path
 
 

@@ -50,7 +50,15 @@ def test_other_texts_are_no_ranges(text: str) -> None:
     [
         ([f"{NODES}=5-7"], r"shared equally by 7 trainer ranks .*\(of all layouts with .*=5 to 7 none works, and this"),
         ([f"{NODES}=1-999"], "expected at most 256 layouts, found 999"),
-        ([f"{ENGINES}=1-2", "slurm.elastic.replicas=1"], "num_engines: expected a number with slurm.elastic.replicas"),
+        ([f"{ENGINES}=1-2", "slurm.elastic.replicas=1"], "num_engines: expected no range with slurm.elastic.replicas"),
+        (["slurm.nodes=1"], "slurm.nodes: expected at least 2, one of them for the trainer, found 1"),
+        (["slurm.nodes=4-2"], r'slurm.nodes: expected a whole number, or a range of them such as "1-4", found'),
+        (["slurm.nodes=2-4", f"{NODES}=1-2"], "policy_num_nodes: expected a number with slurm.nodes"),
+        (["slurm.nodes=2-4", "slurm.elastic.replicas=1"], "slurm.nodes: expected no range with slurm.elastic.replicas"),
+        (
+            ["slurm.nodes=2-4", "trainer.placement.colocate_policy_ref=false"],
+            "slurm.nodes: divides nodes between trainer and",
+        ),
         (["slurm.extra.time-min=10"], "set slurm.time_min_minutes instead"),
         (["slurm.grow_minutes=60"], "slurm.grow_minutes: needs a range of trainer.placement.policy_num_nodes or"),
     ],

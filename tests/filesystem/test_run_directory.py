@@ -24,7 +24,7 @@ from hpcrl.data.group_file import check_group
 from hpcrl.errors import CommitError, SubmitError
 from hpcrl.launch.submit import submit
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.tensorboard.event_file import Follower
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after
@@ -306,7 +306,11 @@ def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
     with ExitStack() as follows:
         with view(below, run.path, Behaviour(errors={"OPEN": ("EIO", 1.0)})) as counts:
             follows.enter_context(Follower(run, 0.05))
-            time.sleep(0.3)
+            with MetricsWriter(Run(below), "trainer", 1, 1) as metrics:  # it looks at metrics of its own attempt alone
+                metrics.write(2, {"policy/loss": 2.0})
+            deadline = time.monotonic() + 60  # it imports TensorBoard first
+            while counts["OPEN"] < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
         with view(below, run.path, Behaviour()):
             follows.close()
     assert counts["OPEN"] > 1

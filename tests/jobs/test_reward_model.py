@@ -99,7 +99,7 @@ def test_a_reward_model_that_is_killed_comes_back_and_so_it_does_with_the_next_a
     assert curve(run, "environment/reward_model")
     spans = read_spans(run)
     phases = {span.phase for span in spans if span.process == "reward-0" and span.attempt == 2}
-    assert phases == {"load", "idle", "score"}
+    assert phases == {"import", "load", "idle", "score"}
     assert list(steps_of(spans))[-1] == 8
 
 

@@ -62,6 +62,24 @@ def test_each_number_of_nodes_has_the_layout_that_shares_them_most_evenly(
     assert used(load(*settings)) == layouts
 
 
+@pytest.mark.parametrize(
+    ("settings", "layouts"),
+    [
+        (["slurm.nodes=2-6"], [(2, 1, 1), (3, 2, 1), (4, 2, 2), (5, 2, 3), (6, 4, 2)]),  # 3 ranks cannot share the batches
+        (["slurm.nodes=2-8", f"{ENGINES}=3"], [(2, 1, 1), (3, 1, 2), (4, 1, 3), (5, 1, 4), (6, 2, 4), (7, 2, 5), (8, 2, 6)]),
+        (["slurm.nodes=4", "slurm.replicas_per_node=2", f"{ENGINES}=4"], [(4, 1, 6)]),
+        (["slurm.nodes=1-2", f"{ENGINES}=4", "trainer.placement.colocate_all=true",
+          "trainer.placement.policy_num_gpus_per_node=4"], [(1, 1, 4), (2, 2, 8)]),
+    ],
+)  # fmt: skip
+def test_nodes_are_divided_in_the_ratio_of_the_sizes(settings: list[str], layouts: list[tuple[int, ...]]) -> None:
+    config = load(*settings)
+    assert used(config) == layouts
+    largest = dict(zip((NODES, ENGINES), layouts[-1][1:], strict=True))
+    assert config.largest() == config.at(largest)
+    assert config.at(largest).slurm.nodes is None
+
+
 def test_parallel_sizes_of_megatron_leave_sizes_out() -> None:
     tensor = [f"trainer.{role}.megatron_config.tensor_model_parallel_size=2" for role in ("policy", "ref")]
     layouts = all_layouts(load(f"{NODES}=1-4", "trainer.placement.policy_num_gpus_per_node=1", *tensor, file=MEGATRON))

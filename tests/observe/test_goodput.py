@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.observe.first_step import first_steps
 from hpcrl.observe.goodput import Account, GoodputMeter, account_of, account_since
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.node_seconds import CATEGORIES, UNFINISHED, Held, Seconds, node_seconds
@@ -84,8 +85,8 @@ def rounded(seconds: Seconds) -> dict[tuple[str, str], float]:
 
 
 def test_each_second_of_two_nodes_counts_as_what_it_was() -> None:
-    trainer: Phases = [("load", 5), ("eval", 2), (BATCH, 10), ("policy_train", 4), ("sync_weights", 1), ("other", 1), ("save_checkpoints", 3), ("fwd_logprobs_values_reward", 2)]  # fmt: skip
-    replica: Phases = [("load", 8), ("generate", 6), ("environment", 2), ("idle", 6), ("fetch_weights", 1), ("update_weights", 1), ("evaluate", 3)]  # fmt: skip
+    trainer: Phases = [("import", 2), ("load", 3), ("eval", 2), (BATCH, 10), ("policy_train", 4), ("sync_weights", 1), ("other", 1), ("save_checkpoints", 3), ("fwd_logprobs_values_reward", 2)]  # fmt: skip
+    replica: Phases = [("import", 1), ("load", 7), ("generate", 6), ("environment", 2), ("idle", 6), ("fetch_weights", 1), ("update_weights", 1), ("evaluate", 3)]  # fmt: skip
     spans = {"rank-0": spans_of("rank-0", trainer, 2, step=1), "rollout-0": spans_of("rollout-0", replica, 2)}
     held = [
         Held(1, "trainer", 0, 40, TRAINER, ("idle", "its end")),
@@ -93,11 +94,11 @@ def test_each_second_of_two_nodes_counts_as_what_it_was() -> None:
     ]
     found = node_seconds(held, spans, {1: 1}, {})
     assert rounded(found[1, "trainer"]) == {
-        ("starting", ""): 7, ("evaluation", ""): 2, ("waiting", "a start"): 1, ("waiting", "samples"): 7, ("waiting", "environments"): 2,
+        ("starting", "jobs and agents"): 2, ("starting", "imports"): 2, ("starting", "models"): 3, ("evaluation", ""): 2, ("waiting", "a start"): 1, ("waiting", "samples"): 7, ("waiting", "environments"): 2,
         ("waiting", "weights"): 1, ("training", ""): 6, ("idle", "between phases"): 1, ("saving", "checkpoints"): 3, ("idle", "its end"): 10,
     }  # fmt: skip
     assert rounded(found[1, "rollout"]) == {
-        ("starting", ""): 10, ("generation", ""): 6, ("waiting", "environments"): 2, ("waiting", "the slowest samples"): 1,
+        ("starting", "jobs and agents"): 2, ("starting", "imports"): 1, ("starting", "models"): 7, ("generation", ""): 6, ("waiting", "environments"): 2, ("waiting", "the slowest samples"): 1,
         ("waiting", "training"): 4, ("waiting", "weights"): 2, ("waiting", "weights to load"): 1, ("evaluation", ""): 3, ("idle", "its end"): 11,
     }  # fmt: skip
 
@@ -108,7 +109,7 @@ def test_a_node_with_turns_counts_the_replica_while_the_rank_waits_for_its_batch
     spans = {"rank-0": spans_of("rank-0", rank, step=1), "rollout-0": spans_of("rollout-0", replica)}
     found = node_seconds([Held(1, "trainer", 0, 20, [["rank-0", "rollout-0"]], AFTER)], spans, {}, {})
     assert rounded(found[1, "trainer"]) == {
-        ("starting", ""): 4, ("waiting", "changes of turns"): 4, ("generation", ""): 5, ("waiting", "the slowest samples"): 1, ("training", ""): 6,
+        ("starting", "models"): 4, ("waiting", "changes of turns"): 4, ("generation", ""): 5, ("waiting", "the slowest samples"): 1, ("training", ""): 6,
     }  # fmt: skip
 
 
@@ -135,7 +136,11 @@ def test_devices_of_a_node_share_it_equally() -> None:
 def test_a_restarted_replica_starts_and_groups_that_are_not_trained_are_lost() -> None:
     again = [*spans_of("rollout-0", [("generate", 4)]), *spans_of("rollout-0", [("generate", 4)], 6)]
     found = node_seconds([Held(1, "rollout", 0, 10, REPLICA, AFTER)], {"rollout-0": again}, {}, {1: 0.75})
-    assert rounded(found[1, "rollout"]) == {("generation", ""): 6, ("lost", "not trained"): 2, ("starting", ""): 2}
+    assert rounded(found[1, "rollout"]) == {
+        ("generation", ""): 6,
+        ("lost", "not trained"): 2,
+        ("starting", "models"): 2,
+    }
 
 
 def made(path: Path, attempts: int = 1) -> Run:
@@ -219,6 +224,24 @@ def test_windows_of_a_living_attempt_add_up(tmp_path: Path) -> None:
         assert found
         assert found.total == pytest.approx(20)
         assert found.goodput == pytest.approx(0.5)
+
+
+def test_the_time_to_a_first_step_is_divided_by_what_the_trainer_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path / "p" / "r")
+    write_text(run.config, "")
+    append_text(run.attempts, '{"number": 1, "job": "7_0.0", "hosts": ["n1", "n2"], "started": 1002.0}\n')
+    record(run, "7_0.0", 1000.0, 1065.0)
+    assert first_steps(run) == []
+    write(run, 1, spans_of("rank-0", [("import", 2), ("load", 3)], 1003))
+    write(run, 1, spans_of("rollout-0", [("import", 2), ("load", 5), ("generate", 4)], 1003))
+    for step in (1, 2):
+        write(run, 1, spans_of("rank-0", [(BATCH, 6), ("policy_train", 3)], 999 + 9 * step, 1, step))
+    (found,) = first_steps(run)
+    assert (found.run, found.attempt, found.step) == ("p/r", 1, 1)
+    assert str(found) == (
+        "attempt 1, 17.0 s until step 1 is trained: job and agent 2.0 s, checks 1.0 s, imports 2.0 s, models 3.0 s, "
+        "waiting for samples 4.0 s, training 3.0 s, waiting for a start 2.0 s"
+    )
 
 
 def test_share_of_groups_that_sampling_dropped_is_lost(tmp_path: Path) -> None:

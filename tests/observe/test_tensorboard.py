@@ -13,7 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.tensorboard.event_file import EventFile, Follower, rebuild
+from hpcrl.observe.tensorboard.event_file import EventFile, rebuild
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rundir.layout import Run
 
 
@@ -244,9 +245,9 @@ for step in range(resume + 1, 10**9):
 FOLLOWER = """
 import sys
 from pathlib import Path
-from hpcrl.observe.tensorboard.event_file import Follower
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rundir.layout import Run
-assert "torch" not in sys.modules
+assert not {"torch", "tensorboard"} & set(sys.modules)
 with Follower(Run(Path(sys.argv[1])), 0.01):
     sys.stdin.read()
 """

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,18 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.observe import timeline as timeline_module
-from hpcrl.observe.timeline import IDLE, KINDS, LOAD, Span, Timeline, process_lines, read_spans, shares, steps_of
+from hpcrl.observe.timeline import (
+    IDLE,
+    KINDS,
+    LOAD,
+    Span,
+    Timeline,
+    process_lines,
+    process_start,
+    read_spans,
+    shares,
+    steps_of,
+)
 from hpcrl.rundir.layout import Run
 
 
@@ -27,6 +39,17 @@ def run(tmp_path: Path) -> Run:
 
 def gaps(spans: list[Span]) -> list[float]:
     return [after.start - before.end for before, after in pairwise(spans)]
+
+
+def test_the_imports_of_a_process_come_first(tmp_path: Path) -> None:
+    run, before = Run(tmp_path), time.time()
+    assert before - 7200 < process_start() < before
+    with closing(Timeline(run, "rank-0", 1, began=before - 2)) as timeline:
+        timeline.enter(IDLE)
+    first, second, *_ = read_spans(run)
+    assert (first.phase, second.phase) == ("import", LOAD)
+    assert 2 <= first.end - first.start < 600
+    assert first.end == pytest.approx(second.start, abs=1e-3)
 
 
 def test_shares_of_a_step_add_up_for_every_role(run: Run) -> None:

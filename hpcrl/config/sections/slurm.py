@@ -252,6 +252,9 @@ class RequestConfig:
     gpus_per_node: int | str | None = setting(None, range=NOT_NEGATIVE, check=_GPUS)
     """GPUs asked for on each node, as many as slurm.gpus_per_node, and of which type, "a100:8"; unset: slurm.gpus_per_node."""
 
+    gpu_memory_gb: float | None = setting(None, range=POSITIVE)
+    """Memory of each of them in GB (2^30 bytes), which the layouts of this request have to fit in; unset: slurm.gpu_memory_gb."""
+
     extra: dict[str, Any] = setting({}, check=_SBATCH)
     """Further sbatch options by their long names, beside those of slurm.extra and before them."""
 
@@ -293,6 +296,10 @@ class SlurmConfig:
     grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
     """Let a run with a range of nodes give them back and start again on more, at most once in so many minutes, such as 60. Slurm has to
     have them idle, and the restart has to pay (docs/placement.md). Unset: never."""
+
+    nodes: int | str | None = setting(None, range=COUNT, check=_NODES, on_change=SPREAD)
+    """Nodes of an attempt, a number or a range such as "2-16". They are divided between trainer and replicas in the ratio of the nodes that
+    policy_num_nodes and num_engines ask for (docs/placement.md). Unset: the sum of those."""
 
     gpus_per_node: int | str = setting(
         0,

@@ -44,6 +44,7 @@ def describe_requests(slurm: SlurmConfig) -> list[str]:
         asked = slurm.asked_by(name)
         own = [f"{what} {value}" for what in ("account", "qos", "constraint") if (value := getattr(asked, what))]
         gpus = [f"{asked.gpus_per_node} GPUs on each node"] if asked.gpus else []
+        gpus += [f"each of {one.gpu_memory_gb:g} GB"] if asked.gpus and one.gpu_memory_gb is not None else []
         options = [f"--{option}" + ("" if value is True else f"={value}") for option, value in asked.extra.items()]
         own += [f"{one.nodes} nodes"] if one.nodes is not None else []
         where = f"partition {asked.partition or 'of the cluster'}"

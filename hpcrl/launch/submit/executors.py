@@ -103,6 +103,15 @@ class Submission:
                 raise ConfigError(f"{where}; {ONE_SCRIPT}")
         return first.layouts
 
+    def asked_by(self, request: str) -> Submission:
+        """Return the submission whose layouts have to fit into the GPUs of one of slurm.requests; an empty name: of the only one."""
+        if not request or self.elements[0].config.slurm.requests[request].gpu_memory_gb is None:
+            return self
+        configs = [replace(each.config, slurm=each.config.slurm.asked_by(request)) for each in self.elements]
+        return replace(
+            self, elements=[replace(each, config=own) for each, own in zip(self.elements, configs, strict=True)]
+        )
+
     @property
     def planned(self) -> Config:
         """Configuration of the first run, for the largest of them: the batch script is made from it."""
@@ -155,13 +164,14 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
 
 def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
     """Return the executor of each request, whose job array runs this submission, by its name; the only one has none."""
-    slurm, layouts = submission.elements[0].config.slurm, submission.layouts
+    slurm = submission.elements[0].config.slurm
     if not slurm.requests:
-        return {"": _slurm_executor(submission, slurm, "", layouts)}
-    return {
-        name: _slurm_executor(submission, slurm.asked_by(name), name, layouts_of_request(layouts, name, one.nodes))
+        return {"": _slurm_executor(submission, slurm, "", submission.layouts)}
+    layouts = {
+        name: layouts_of_request(submission.asked_by(name).layouts, name, one.nodes)
         for name, one in slurm.requests.items()
     }
+    return {name: _slurm_executor(submission, slurm.asked_by(name), name, own) for name, own in layouts.items()}
 
 
 def layouts_of_request(layouts: Sequence[AttemptLayout], request: str, nodes: int | str | None) -> list[AttemptLayout]:

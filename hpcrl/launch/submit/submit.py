@@ -5,6 +5,7 @@ Nothing is half-made: directories appear complete, and are removed again if the 
 
 from __future__ import annotations
 
+import compileall
 import logging
 import os
 import secrets
@@ -131,19 +132,22 @@ def _make_folder(folder: Path) -> None:
 
 
 def _copy_code(folder: Path) -> None:
-    """Copy the code that every attempt will run, whatever happens to the checkout meanwhile.
+    """Copy the code that every attempt will run, whatever happens to the checkout meanwhile, with what Python has compiled of it.
 
-    Not its modes and times, which not every filesystem lets one set.
+    Without that each process of the first attempt compiles the modules that it imports.
     """
     copies = list[tuple[Path, Path]]()
     for name, source in code_sources().items():
+        compileall.compile_dir(
+            source, quiet=2
+        )  # what is compiled already stays; a folder that cannot be written is left as it is
         for path in [source, *sorted(source.rglob("*"))]:
             target = folder / "code" / name / path.relative_to(source)
-            if not {"__pycache__", "_jobs", "_tiny_model"}.isdisjoint(path.relative_to(source).parts):
+            if not {"_jobs", "_tiny_model"}.isdisjoint(path.relative_to(source).parts):
                 continue
             if path.is_dir():
                 target.mkdir(parents=True)
-            elif path.suffix != ".pyc":
+            elif path.suffix != ".pyc" or path.stem.endswith(f".{sys.implementation.cache_tag}"):
                 copies.append((path, target))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(_copy, copies))
@@ -173,6 +177,9 @@ def _copy(copy: tuple[Path, Path]) -> None:
     content = source.read_bytes()
     with naming(target):
         target.write_bytes(content)
+    changed = source.stat().st_mtime_ns
+    with suppress(OSError):  # by this time Python knows what was compiled of it; not every filesystem lets one set it
+        os.utime(target, ns=(changed, changed))
 
 
 def _staged(run: Run) -> Run:
@@ -262,14 +269,15 @@ def launch(submission: Submission, local: bool) -> None:
     executors = {"": local_executor(submission)} if local else slurm_executors(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
     sizes = [Sizes.of(element.config, folder_of) for element in submission.elements]
-    arguments = [paths, sizes]
-    if any(layout.sizes for element in submission.elements for layout in element.layouts):
-        arguments.append([element.layouts for element in submission.elements])  # the code of older runs takes none
+    ranges = any(layout.sizes for element in submission.elements for layout in element.layouts)
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
             requests = dict[str, list[Job[Any]]]()
             for name, executor in executors.items():
-                start = partial(executor.map_array, agent.main, *arguments)
+                elements = submission.asked_by(name).elements
+                # the code of older runs takes none
+                layouts = [[element.layouts for element in elements]] if ranges else []
+                start = partial(executor.map_array, agent.main, paths, sizes, *layouts)
                 requests[name] = submit_with_retry(start, submission.folder)
                 jobs += requests[name]
             gangs = [{name: own[at].job_id for name, own in requests.items()} for at in range(len(runs))]

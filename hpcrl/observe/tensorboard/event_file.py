@@ -1,4 +1,4 @@
-"""Writes TensorBoard's view of a run: one event file with content, written again from the metrics at the start of each attempt.
+"""Writes TensorBoard's view of a run: one event file with content, written again from the metrics with the first ones of each attempt.
 
 Nothing is ever appended to a file of an earlier attempt. So a kill, a resume at an earlier step or a node with a slow clock
 leaves neither doubled nor missing points, nor a curve that runs backwards.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hpcrl.errors import HpcrlError
 from hpcrl.observe.evaluations import success_reward_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.observe.summary import EVAL_SCORE, STEP_SECONDS
@@ -32,7 +30,6 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.rundir.other_roots import require_folders
 
-_EVERY_S, _LAST_TRIES = 2.0, 3  # of a follower
 _PREFIX = "events.out.tfevents."
 _DISTRIBUTION = "z_distribution/"
 """TensorBoard opens with what sorts first, and shows curves and histograms together: histograms come last."""
@@ -206,39 +203,3 @@ def rebuild(run: Run) -> Path:
     require_folders(run, run.tensorboard)
     EventFile(run).close()
     return run.tensorboard
-
-
-class Follower:
-    """Keeps <run>/tensorboard up to date from a thread, as long as its `with` block lasts."""
-
-    def __init__(self, run: Run, every_s: float = _EVERY_S) -> None:
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, args=(run, every_s), name="tensorboard", daemon=True)
-
-    def _follow(self, run: Run, every_s: float) -> None:
-        events = self._updated(run, None)
-        while not self._ended.wait(every_s):
-            events = self._updated(run, events)
-        for _ in range(_LAST_TRIES):
-            if events := self._updated(run, events):
-                events.close()
-                return
-
-    def _updated(self, run: Run, events: EventFile | None) -> EventFile | None:
-        """Return the event file of the present metrics; None: it could not be written and has to be rewritten."""
-        try:
-            if events is None:
-                return EventFile(run)
-            events.update()
-        except (OSError, HpcrlError) as error:  # without this thread nothing would be written any more
-            print(f"{run.tensorboard} could not be written: {error}", flush=True)
-            return None
-        return events
-
-    def __enter__(self) -> Follower:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hpcrl.launch.submit.executors import (
     Submission,
     batch_scripts,
     local_executor,
+    slurm_executors,
     submit_with_retry,
 )
 from tests.paths import QUICKSTART
@@ -193,6 +195,23 @@ def test_the_evaluation_job_has_a_request_of_its_own(tmp_path: Path, when: str, 
     assert [options[name].strip("'") for name in names] == expected
     assert options["array"].startswith("0-2")
     assert f"hpcrl.launch.requeue.evaluation {tmp_path}/mine 7 $status" in text
+
+
+def test_layouts_of_a_request_fit_into_its_gpus(tmp_path: Path) -> None:
+    def memory(configs: Sequence[Config]) -> list[str]:
+        room = [(config.slurm.gpu_memory_gb or 0) * config.trainer.placement.policy_nodes for config in configs]
+        return ["" if each >= 80 else "too little memory" for each in room]
+
+    older = 'slurm.requests.older={gpus_per_node="a100:1", gpu_memory_gb=40, constraint="sxm"}'
+    settings = ["trainer.placement.policy_num_nodes=1-4", "slurm.gpus_per_node=h100:1", "slurm.gpu_memory_gb=80"]
+    config = Config.from_toml([QUICKSTART], [*settings, "slurm.requests.newer={}", older])
+    submission = Submission(tmp_path / "runs" / "p" / ".slurm" / "run", [Element("run", config, [], (memory,))])
+    asked = {name: executor.parameters for name, executor in slurm_executors(submission).items()}
+    assert [each["nodes"] for each in asked.values()] == ["2-5", "3-5"]
+    assert [each["gpus_per_node"] for each in asked.values()] == ["h100:1", "a100:1"]
+    assert asked["older"]["constraint"] == "sxm"
+    layouts = {name: submission.asked_by(name).elements[0].layouts for name in asked}  # which its agents get
+    assert [[layout.nodes for layout in own] for own in layouts.values()] == [[2, 3, 5], [3, 5]]
 
 
 def test_requests_ask_for_the_nodes_of_different_layouts(tmp_path: Path) -> None:

@@ -6,14 +6,17 @@ import io
 import os
 import resource
 import shutil
+import struct
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.launch.submit import submit
 from hpcrl.launch.submit.submit import commit_of
 from tests.paths import CONFIGS
 
@@ -217,6 +220,16 @@ def test_the_commit_of_a_checkout_is_recorded(tmp_path: Path) -> None:
         file.unlink() if before is None else file.write_text(before)
     (tmp_path / "README.md").touch()
     assert commit_of(package, tmp_path / "jobs") == found.strip(), "of no code"
+
+
+def test_the_code_of_a_run_is_compiled_already(tmp_path: Path) -> None:
+    """Python uses what was compiled where it holds time of change and size of its source (PEP 552), which the copies have to keep."""
+    submit._copy_code(tmp_path)
+    sources = sorted((tmp_path / "code").rglob("*.py"))
+    assert len(sources) > 500
+    for source in sources:
+        held = Path(cache_from_source(str(source))).read_bytes()[8:16]
+        assert held == struct.pack("<II", int(source.stat().st_mtime), source.stat().st_size), source
 
 
 def test_answers_are_quick(tmp_path: Path) -> None:
