@@ -21,13 +21,13 @@ class Follower:
     """
 
     def __init__(self, run: Run, every_s: float = _EVERY_S) -> None:
-        self._ended = threading.Event()
+        self._ended, self._before = threading.Event(), _written(run)
         self._thread = threading.Thread(target=self._follow, args=(run, every_s), name="tensorboard", daemon=True)
 
     def _follow(self, run: Run, every_s: float) -> None:
-        events, before = None, _written(run)
+        events = None
         while not self._ended.wait(every_s):
-            if events or _written(run) != before:
+            if events or _written(run) != self._before:
                 events = self._updated(run, events)
         for _ in range(_LAST_TRIES):
             if events := self._updated(run, events):
