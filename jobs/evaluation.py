@@ -74,7 +74,7 @@ def main(path: str, element: int) -> None:
 
 def follow_once(run: Run, attempt: int, config: Config) -> None:
     """Bring the scores to TensorBoard, trackers and alerts where the run's controller, which does that else, has ended for good."""
-    from hpcrl.observe.tensorboard.event_file import Follower
+    from hpcrl.observe.tensorboard.follower import Follower
 
     outcome = read_outcome(run)
     if outcome is not None and outcome.final:

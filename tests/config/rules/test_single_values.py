@@ -162,7 +162,11 @@ SLURM_TEXTS = [
 
 @pytest.mark.parametrize("setting", SLURM_TEXTS, ids=lambda setting: setting.path)
 def test_texts_of_batch_scripts_have_one_line(setting: Setting) -> None:
-    if setting.path in ("slurm.setup", "slurm.gpus_per_node"):  # lines of a shell; has a form of its own
+    if setting.path in (
+        "slurm.setup",
+        "slurm.gpus_per_node",
+        "slurm.nodes",
+    ):  # lines of a shell; these have forms of their own
         return
     for text in ("a\n#SBATCH --exclusive", "a\r", "\x1b[2J", "a\u2028b", "a\x85b"):
         wrong = {"comment": text} if setting.is_free else [text] if str not in setting.types else text
