@@ -60,7 +60,10 @@ def test_other_texts_are_no_ranges(text: str) -> None:
             "slurm.nodes: divides nodes between trainer and",
         ),
         (["slurm.extra.time-min=10"], "set slurm.time_min_minutes instead"),
-        (["slurm.grow_minutes=60"], "slurm.grow_minutes: needs a range of slurm.nodes, trainer.placement.policy_num_nodes or"),
+        (
+            ["slurm.grow_minutes=60"],
+            "slurm.grow_minutes: needs a range of slurm.nodes, trainer.placement.policy_num_nodes or",
+        ),
     ],
 )
 def test_what_no_layout_can_mend_is_refused(settings: list[str], message: str) -> None:
