@@ -116,7 +116,7 @@ SOURCES = [
     ], "dense", mode="rl"),
     Source("ppo_lora", [*LETTERS, "trainer.critic_mini_batch_size=8", "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp32",
                         "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32", "trainer.placement.policy_num_gpus_per_node=1"], "dense", SKYRL + PPO, "rl"),
-    Source("megatron_lora", [*LETTERS, *TWO_RANKS, "trainer.policy.megatron_config.dtype=fp32", "trainer.ref.megatron_config.dtype=fp32", *(
+    Source("megatron_lora", [*LETTERS, *TWO_RANKS, "generator.inference_engine.num_engines=2", "trainer.policy.megatron_config.dtype=fp32", "trainer.ref.megatron_config.dtype=fp32", *(
         f"trainer.{role}.megatron_config.{size}" for role in ("policy", "ref") for size in ("tensor_model_parallel_size=2", "expert_model_parallel_size=2")
     )], "experts", SKYRL + MEGATRON, "rl"),
     Source("skyrl_sft", [

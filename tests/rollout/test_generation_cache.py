@@ -86,7 +86,7 @@ async def begun(engine: Engine, run: Run, item: Work, config: GeneratorConfig, e
     while not group.done() and sum(len(read_turns(path)[0]) for path in written(run)) < enough:
         cache.note(await engine.ended())
         kept.write()
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(0)
     assert not group.done(), "too late to kill its worker"
     group.cancel()
     await asyncio.gather(group, return_exceptions=True)

@@ -91,19 +91,19 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
 
 
 class GoesBack(EngineClient):
-    """Loads version 0 after version 1, and meanwhile a report is answered with version 1 again."""
+    """Loads version 1 after version 2, and meanwhile a report is answered with version 2 again."""
 
     worker: Worker
     controller: FakeController
     claims = 0
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
-        if weights.version == 1:
+        if weights.version == 2:
             known = await super().update_weights(weights)
-            self.controller.version = 0
+            self.controller.version = 1
             return known
         claims, reports = len(self.controller.claims), len(self.controller.reports)
-        self.controller.version = 1
+        self.controller.version = 2
         self.controller.work.append(item("g1"))
         while len(self.controller.reports) < reports + 2 and self.worker._stop is None:
             await asyncio.sleep(0.05)
@@ -114,7 +114,7 @@ class GoesBack(EngineClient):
 
 def test_nothing_is_claimed_while_another_version_is_loaded(run: Run, server: Server, models: list[Path]) -> None:
     """The engine still names the version before, which is not what groups of the claim would be generated with."""
-    for version in (0, 1):
+    for version in (1, 2):
         publish(models[version], run.weights_of(version), version, ATTEMPT, probe=probe_of(models[version]))
 
     async def main() -> int:
@@ -125,6 +125,6 @@ def test_nothing_is_claimed_while_another_version_is_loaded(run: Run, server: Se
 
     Stuck.go.set()
     with FakeController().served(run, ATTEMPT) as controller:
-        controller.version = 1
+        controller.version = 2
         assert asyncio.run(main()) == 0
     assert controller.completed == []
