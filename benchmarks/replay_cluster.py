@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.config import Config
 from hpcrl.launch.layouts import AttemptLayout, all_layouts, layout_for, usable_layouts
-from hpcrl.launch.requeue.growth import choose_growth
+from hpcrl.launch.requeue.growth import choose_growth, grew_lately
 from hpcrl.launch.requeue.policy import decide
 from hpcrl.launch.requeue.prologue import decide_claim
 from hpcrl.launch.requeue.requeue import SOON
@@ -305,17 +305,14 @@ class RunPlay:
         step_s, room = self._step_s(layout), request.nodes + self._cluster.idle()
         self._measured[layout.nodes] = step_s
         growth = choose_growth(
-            now=now,
             held=layout.nodes,
             candidates=[layout_for(self._layouts[request], room).nodes],
             restart_s=times.save_s + SOON_S + times.start_s,
             step_s=self._measured,
             steps_left=times.steps - self._steps - (now - self._attempts[-1].started - times.start_s) / step_s,
             left_s=request.until - self._config.slurm.signal_seconds - now,
-            last_growth=self._grown,
-            every_s=GROWS_EVERY_S,
         )
-        if growth:
+        if growth and not grew_lately(now, self._grown, GROWS_EVERY_S):
             self._grown = now
             self._stop(number, "interrupted")
         else:

@@ -9,7 +9,7 @@ trainer's: from the moment at which it begins to wait for a batch to the moment 
     {"finished": 1763666700.25}                                                   a replica had last finished a group then
 
 A file of `_LARGEST` bytes is added to <process>.old.jsonl, whose spans are made coarser until they take half as much. So the sums of an
-attempt stay exact, however long it is, and the newest spans are the finest.
+attempt stay exact, however long it is, and the newest spans are the finest. The first ones, of its start and first step, stay as they are.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ KINDS = {
 
 _KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
 _LARGEST = 4 << 20
+_KEPT = 1 / 8  # of the lines that a shortened timeline has, for the start and the first step
 _PACKAGES = ("torch", "transformers", "megatron.core", "peft", "numpy")
 _WRITE_S, _GAP_S = 2.0, 1e-3
 FIRST_RANK = "rank-0"
@@ -227,9 +228,10 @@ def shorten(path: Path) -> None:
     fit = _LARGEST // 2 * len(lines) // max(1, sum(file.stat().st_size for file in (old, path) if file.exists()))
     whole = max(times, default=0.0) - min(times, default=0.0)
     resolution_s = 2 * whole / max(1, fit)
-    while len(lines) > fit and 0 < resolution_s <= 2 * whole:
+    kept, lines = lines[: int(_KEPT * fit)], lines[int(_KEPT * fit) :]
+    while len(kept) + len(lines) > fit and 0 < resolution_s <= 2 * whole:
         lines, resolution_s = list(_coarser(lines, resolution_s)), 2 * resolution_s
-    write_text(old, "".join(json.dumps(line) + "\n" for line in lines))
+    write_text(old, "".join(json.dumps(line) + "\n" for line in kept + lines))
     path.unlink()
 
 

@@ -131,12 +131,13 @@ Reason = Literal["interrupted", "cancelled"]
 
 
 def ask_to_stop(run: Run, attempt: int, reason: Reason, cause: str = "") -> None:
-    """Ask attempt `attempt` to save and to end.
+    """Ask attempt `attempt` to save and to end; a cancelled one stays cancelled.
 
     Args:
         cause: what is behind it, for the outcome; empty: a person, or Slurm.
     """
-    write_json(run.stop, {"attempt": attempt, "reason": reason, **({"cause": cause} if cause else {})})
+    if reason == "cancelled" or stop_asked(run, attempt) != "cancelled":
+        write_json(run.stop, {"attempt": attempt, "reason": reason, **({"cause": cause} if cause else {})})
 
 
 def stop_asked(run: Run, attempt: int) -> Reason | None:

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.observe import timeline
 from hpcrl.observe.first_step import first_steps
 from hpcrl.observe.goodput import Account, GoodputMeter, account_of, account_since
 from hpcrl.observe.metrics import MetricsWriter
@@ -242,6 +243,24 @@ def test_the_time_to_a_first_step_is_divided_by_what_the_trainer_waited_for(tmp_
         "attempt 1, 17.0 s until step 1 is trained: job and agent 2.0 s, checks 1.0 s, imports 2.0 s, models 3.0 s, "
         "waiting for samples 4.0 s, training 3.0 s, waiting for a start 2.0 s"
     )
+
+
+def test_the_first_step_of_a_long_attempt_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timeline is shortened again and again, and its start and first step are kept line by line."""
+    monkeypatch.setattr(timeline, "_LARGEST", 20_000)
+    run = Run(tmp_path / "p" / "r")
+    phases = [(BATCH, 6.0), ("policy_train", 3.0)]
+    write_text(run.config, "")
+    append_text(run.attempts, '{"number": 1, "job": "7_0.0", "hosts": ["n1"], "started": 1002.0}\n')
+    record(run, "7_0.0", 1000.0, 99_000.0)
+    write(run, 1, spans_of("rank-0", [("import", 2), ("load", 3)], 1003))
+    for first in range(1, 2001, 200):
+        steps = range(first, first + 200)
+        write(run, 1, [one for step in steps for one in spans_of("rank-0", phases, 999 + 9 * step, 1, step)])
+        timeline.shorten(run.timeline_of(1, "rank-0"))
+    (found,) = first_steps(run)
+    assert str(found).startswith("attempt 1, 17.0 s until step 1 is trained"), found
+    assert found.parts["training"] == pytest.approx(3)
 
 
 def test_share_of_groups_that_sampling_dropped_is_lost(tmp_path: Path) -> None:

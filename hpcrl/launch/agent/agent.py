@@ -43,7 +43,7 @@ from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
 from hpcrl.launch.requeue.requests import other_jobs
-from hpcrl.launch.requeue.requeue import set_dependency
+from hpcrl.launch.requeue.requeue import claimed_start, set_dependency
 from hpcrl.launch.retention import end_of_run
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.checksums import require_unchanged
@@ -183,7 +183,7 @@ class NodeAgent:
                 ask_to_stop(self._run, self._attempt, reason, stop_cause(self._run, self._attempt))
                 self._let_other_requests_start()
             self._stop_deadline = time.monotonic() + self._saving_s
-        if reason and self._stop_reason != reason:  # a cancellation overrides a requeue in progress
+        if reason and self._stop_reason not in (reason, "cancelled"):  # a cancellation overrides a requeue in progress
             self._stop_reason = reason
             print(f"stopping: {reason}", flush=True)
         if signal.SIGUSR2 in self._signals:  # so long before its time limit, Slurm ends the job without requeuing it
@@ -367,7 +367,8 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
     run, context = Run(Path(path)), NodeContext.here()
     script = BatchScript(signals) if context.index == 0 and not context.local else None
     before = ended_before(run, context.job)
-    if before and (context.restarts or not read_attempts(run)):
+    again = context.restarts or context.job != claimed_start(context.job)
+    if before and (again or not read_attempts(run)):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
     attempt = await_attempt(run, context, layouts)

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from itertools import takewhile
 
 from hpcrl.config import Config
 from hpcrl.config.sizes import sizes_in
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.layouts import AttemptLayout
-from hpcrl.launch.requeue.growth import Growth, choose_growth
+from hpcrl.launch.requeue.growth import Growth, choose_growth, grew_lately
 from hpcrl.launch.requeue.requests import recorded_requests
 from hpcrl.launch.requeue.room import others_wait, seconds_left, starts_at_once
 from hpcrl.launch.scheduler import queue
@@ -39,7 +40,7 @@ class GrowthWatch:
     """Looks for growth in a thread of the first node's agent, because Slurm may take its time to answer.
 
     Args:
-        layouts: that attempts of the run may take.
+        layouts: that attempts of the same request may take, the fewest nodes first.
     """
 
     def __init__(
@@ -69,12 +70,16 @@ class GrowthWatch:
 
     def look(self) -> bool:
         """Ask the attempt to stop if growth is worth it and was possible at the last look too; return whether it was asked."""
+        before = read_growth(self._run)
+        if before and grew_lately(time.time(), before.time, 60.0 * (self._config.slurm.grow_minutes or 0)):
+            return False
         paces = pace_by_nodes(self._run)
         if len(self._attempt.hosts) not in paces or self._best(paces, self._larger) is None:
             return False
         found = self._possible(paces)
         again, self._seen = found is not None and found[:2] == self._seen, found[:2] if found else None
-        if found is None or not again:
+        # Slurm may have taken its time to answer
+        if found is None or not again or stop_asked(self._run, self._attempt.number) is not None:
             return False
         job, nodes, growth = found
         write_growth(self._run, GrowthRecord(self._attempt.number, time.time(), nodes, job))
@@ -89,17 +94,13 @@ class GrowthWatch:
         total = trainer.facts.get("total") if trainer else None
         if not newest or total is None:
             return None
-        every_s, before = 60.0 * (self._config.slurm.grow_minutes or 0), read_growth(self._run)
         return choose_growth(
-            now=time.time(),
             held=len(self._attempt.hosts),
             candidates=candidates,
             restart_s=self._starting_s + self._saving_s() + _REQUEUE_S,
             step_s=paces,
             steps_left=total - newest[0].step,
             left_s=seconds_left(self._context.job_id) - self._config.slurm.signal_seconds,
-            last_growth=before.time if before else None,
-            every_s=every_s,
         )
 
     def _possible(self, paces: dict[int, float]) -> tuple[str, int, Growth] | None:
@@ -112,14 +113,22 @@ class GrowthWatch:
             # its own nodes are idle once it has given them back; whether those of another request are among them is not known
             held = len(self._context.hosts) if job == self._context.job_id else 0
             script = scripts[job].script if job in scripts else ""
-            room = [nodes for nodes in sizes if script and starts_at_once(script, nodes - held)]
-            if growth := self._best(paces, room):
+            if script and (growth := self._best(paces, _room(script, sizes, held))):
                 found.append((job, growth.nodes, growth))
         return max(found, key=lambda one: one[2].gained_s, default=None)
 
     def _wanted(self, jobs: dict[str, str]) -> Iterator[tuple[str, list[int]]]:
+        """Yield each job with the nodes that are worth asking for, the fewest first.
+
+        On GPUs with another memory a run has other layouts, and steps of another length: requests for those are left out.
+        """
+        slurm = self._config.slurm
+        requests = slurm.requests
+        memory = {job: slurm.asked_by(name).gpu_memory_gb for name, job in jobs.items() if name in requests}
         for name, job in jobs.items():
-            asked = self._config.slurm.requests[name].nodes if name in self._config.slurm.requests else None
+            if memory.get(job) != memory.get(self._context.job_id):
+                continue
+            asked = requests[name].nodes if name in requests else None
             sizes = [nodes for nodes in self._larger if asked is None or nodes in sizes_in(asked)]
             yield job, [nodes for nodes in sizes if job != self._context.job_id or nodes > len(self._context.hosts)]
 
@@ -137,3 +146,12 @@ class GrowthWatch:
     def _saving_s(self) -> float:
         newest = [record for name in _SAVES for record in last_records(self._run, "trainer", name, lambda _: True)]
         return max((value for record in newest for name in _SAVES if (value := record.metrics.get(name))), default=0.0)
+
+
+def _room(script: str, sizes: Sequence[int], held: int) -> list[int]:
+    """Return the sizes, the fewest nodes first, that Slurm would start at once: none is asked for above one that it would not.
+
+    Args:
+        held: nodes of them that are in hand.
+    """
+    return [*takewhile(lambda nodes: starts_at_once(script, nodes - held) is not None, sizes)]

@@ -22,7 +22,7 @@ from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome
-from hpcrl.runtime.signals import ask_to_stop
+from hpcrl.runtime.signals import ask_to_stop, stop_asked
 
 SAVING_S = 150.0
 """For how long `hpcrl cancel` awaits the end of a run that saves."""
@@ -126,4 +126,6 @@ def requeue(run: Run) -> None:
             f"{run.name} would lose all progress: trainer.resume_mode is none, so no attempt continues another; `hpcrl cancel {run.name}` "
             "ends it"
         )
+    if stop_asked(run, state.attempt) == "cancelled":
+        raise RunError(f"{run.name} is being cancelled; `hpcrl resume {run.name}` continues it once it has ended")
     ask_to_stop(run, state.attempt, "interrupted")

@@ -21,7 +21,7 @@ import tomli
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.requeue.elastic import cancel_pools
-from hpcrl.launch.requeue.policy import requeue_decision
+from hpcrl.launch.requeue.policy import RequeueDecision, requeue_decision
 from hpcrl.launch.requeue.requests import cancel_others, other_jobs, recorded_requests, submitted_with
 from hpcrl.launch.requeue.requeue import (
     HERE,
@@ -116,14 +116,13 @@ def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
         status: as of `concluded`.
         here: the caller is the batch script, which can start another attempt in the same allocation.
     """
-    outcome, decision = patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
-    with suppress(OSError):  # what is printed lies on the filesystem of the run, too
-        print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
-    others = patiently(lambda: other_jobs(run, _job_id(job)))
-    with suppress(OSError, RunError):  # an account is not worth an attempt
-        end_allocation(run, job)
+    outcome, decision = _decided(run, job, status)
+    others, left = patiently(lambda: other_jobs(run, _job_id(job))), 0
+    if here and decision.requeue and outcome.kind != "interrupted":
+        left = nodes_left(run, job)
+        outcome, decision = _decided(run, job, status)  # minutes later: it may be cancelled
     if decision.requeue:
-        if here and outcome.kind != "interrupted" and (left := nodes_left(run, job)):
+        if left:
             print(
                 f"a node of job {_job_id(job)} is down; the next attempt starts on the {left} that are left", flush=True
             )
@@ -145,6 +144,16 @@ def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
     return 0 if outcome.final else 1
 
 
+def _decided(run: Run, job: str, status: int) -> tuple[Outcome, RequeueDecision]:
+    """Return how a start of a run ended and whether it is requeued; its nodes count as held until now."""
+    outcome, decision = patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
+    with suppress(OSError):  # what is printed lies on the filesystem of the run, too
+        print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
+    with suppress(OSError, RunError):  # an account is not worth an attempt
+        end_allocation(run, job)
+    return outcome, decision
+
+
 def _first_for_growth(run: Run, attempt: int, jobs: Sequence[str]) -> str | None:
     """Return the one of a run's jobs that goes before the others, if the attempt stopped in order to go on with more nodes; else None."""
     with suppress(RunError):  # a damaged record is not worth an attempt
@@ -157,24 +166,25 @@ def nodes_left(run: Run, job: str) -> int:
     """Return the nodes on which another attempt can start in this allocation, which has lost some; 0 where it has not, or cannot.
 
     Where the agent of a node has not ended by itself, Slurm is waited for until it counts that node as down. Too few nodes for a layout,
-    or a time limit within two times slurm.signal_seconds, leave the queue as the way on.
+    or a time limit within two times slurm.signal_seconds, before or after that wait, leave the queue as the way on.
     """
     attempt, least = patiently(lambda: find_attempt(run, job)), os.environ.get(LEAST_NODES)
     if attempt is None or least is None:
         return 0
+    signal_s = tomli.loads(patiently(run.config.read_text))["slurm"]["signal_seconds"]
     try:
-        left = _after_losses(run, attempt)
-        seconds = seconds_left(attempt.job_id)
+        seconds = seconds_left(attempt.job_id) - 2 * signal_s
+        left = _after_losses(run, attempt, seconds) if seconds > 0 else 0
     except (SubmitError, RunError) as error:
         print(f"which nodes are left is not known: {error}", flush=True)
         return 0
-    signal_s = tomli.loads(patiently(run.config.read_text))["slurm"]["signal_seconds"]
-    return left if left >= int(least) and seconds > 2 * signal_s else 0
+    return left if left >= int(least) else 0
 
 
-def _after_losses(run: Run, attempt: Attempt) -> int:
-    """Return the nodes that the job of an attempt still has once Slurm has taken some out of it; 0 where it has all of them."""
-    held, deadline = len(attempt.hosts) + len(attempt.idle), time.monotonic() + seconds_until_down() + _NOTICED_S
+def _after_losses(run: Run, attempt: Attempt, most_s: float) -> int:
+    """Return the nodes that the job of an attempt still has once Slurm has taken some out of it; 0 where it has all of them after `most_s`."""
+    held = len(attempt.hosts) + len(attempt.idle)
+    deadline = time.monotonic() + min(most_s, seconds_until_down() + _NOTICED_S)
     while (left := nodes_of_job(attempt.job_id)) >= held:
         if time.monotonic() > deadline or patiently(lambda: _all_ended(run, attempt)):
             return 0

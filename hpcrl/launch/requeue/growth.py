@@ -24,17 +24,25 @@ class Growth:
     gained_s: float
 
 
+def grew_lately(now: float, last_growth: float | None, every_s: float) -> bool:
+    """Return whether the last restart for growth is too recent for another one.
+
+    Args:
+        now: Unix time.
+        last_growth: Unix time of that restart; None: there was none.
+        every_s: least seconds between two of them.
+    """
+    return last_growth is not None and now - last_growth < every_s
+
+
 def choose_growth(
     *,
-    now: float,
     held: int,
     candidates: Sequence[int],
     restart_s: float,
     step_s: Mapping[int, float],
     steps_left: float,
     left_s: float,
-    last_growth: float | None,
-    every_s: float,
 ) -> Growth | None:
     """Return the growth that gains most of those worth their restart, or None.
 
@@ -43,18 +51,13 @@ def choose_growth(
     of r.
 
     Args:
-        now: Unix time.
         held: nodes of the attempt.
         candidates: nodes on which Slurm would start the run at once.
         restart_s: seconds from the last step of an attempt to the first one of the next attempt.
         step_s: measured seconds per step by nodes, those of `held` among them.
         steps_left: steps that are not trained.
         left_s: seconds until the allocation ends.
-        last_growth: Unix time of the last restart for growth; None: there was none.
-        every_s: least seconds between two of them.
     """
-    if last_growth is not None and now - last_growth < every_s:
-        return None
     training_s = min(left_s, steps_left * step_s[held])
     best = None
     for nodes in sorted({nodes for nodes in candidates if nodes > held}):

@@ -16,6 +16,8 @@ _AT_ONCE_S = 60.0
 _ANSWER_S = 20.0
 _EXPECTED = re.compile(r"to start at (\S+) using .* in partition (\S+)")
 _WAITS_FOR_NODES = ("Resources", "Priority")
+_ARRAY_LIMIT = "JobArrayTaskLimit"
+_OWN_LIMIT = re.compile(r"(?!Partition)(?!.*PerJob)\w*Limit")  # those two hold a job whatever else runs
 
 
 def starts_at_once(script: str, nodes: int) -> str | None:
@@ -56,6 +58,8 @@ def expected_at_once(answer: str, now: float) -> str | None:
 def others_wait(hosts: Sequence[str], own: Collection[str]) -> bool:
     """Return whether jobs wait for nodes in the partitions of these hosts, as far as Slurm shows them: they could take what the run gives back.
 
+    So could this user's jobs that wait for a limit of the user, and elements of the run's sweep that wait for slurm.array_parallelism.
+
     Args:
         own: jobs of the run, which do not count.
 
@@ -63,9 +67,24 @@ def others_wait(hosts: Sequence[str], own: Collection[str]) -> bool:
         SubmitError: Slurm does not answer.
     """
     partitions = sorted(set(run_slurm(["sinfo", "-h", "-n", ",".join(hosts), "-o", "%R"], 0.0, _ANSWER_S).split()))
-    command = ["squeue", "-h", "-a", "-r", "-t", "PENDING", "-p", ",".join(partitions), "-o", "%i|%r"]
-    jobs = (line.split("|", 1) for line in run_slurm(command, 0.0, _ANSWER_S).splitlines())
-    return any(reason in _WAITS_FOR_NODES and job not in own for job, reason in jobs)
+    command = ["squeue", "-h", "-a", "-r", "-t", "PENDING", "-p", ",".join(partitions), "-o", "%i|%U|%r"]
+    jobs = (line.split("|", 2) for line in run_slurm(command, 0.0, _ANSWER_S).splitlines())
+    arrays = {_array(job) for job in own}
+    return any(
+        job not in own and _could_start(reason, user == str(os.getuid()), _array(job) in arrays)
+        for job, user, reason in jobs
+    )
+
+
+def _array(job: str) -> str:
+    return job.partition("_")[0]
+
+
+def _could_start(reason: str, own_user: bool, own_array: bool) -> bool:
+    """Return whether a job that waits for this reason could start once the run gives its nodes back."""
+    if reason == _ARRAY_LIMIT:
+        return own_array
+    return reason in _WAITS_FOR_NODES or (own_user and _OWN_LIMIT.fullmatch(reason) is not None)
 
 
 def nodes_of_job(job: str) -> int:

@@ -218,7 +218,7 @@ def _slurm_executor(
         parameters["ntasks_per_node"] = None
         parameters["srun_args"].append("--ntasks-per-node=1")
         parameters["setup"] += [f"export {LEAST_NODES}={layouts[0].nodes}"]
-        parameters["teardown"] = [*_until_decided(finish)[:-1], *_NEXT_ATTEMPT_HERE]
+        parameters["teardown"] = [*_until_decided(finish)[:-1], *_next_attempt_here(finish)]
     if slurm.whole_nodes:
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
@@ -234,16 +234,28 @@ def _slurm_executor(
     return _executor(submission.folder, parameters, slurm, starter)
 
 
-_NEXT_ATTEMPT_HERE = [
-    f"[ $decided -eq {HERE} ] || exit $decided",
-    # srun takes these for the nodes of the job
-    "read -r SLURM_NNODES SLURM_JOB_NODELIST < <(squeue -h -r -j ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID -o '%D %N')",
-    "export SLURM_NNODES SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES=$SLURM_NNODES SLURM_NODELIST=$SLURM_JOB_NODELIST",
-    "export SLURM_OVERLAP=1",  # Slurm still counts the step that lost a node
-    f"export {ATTEMPTS_HERE}=$((${{{ATTEMPTS_HERE}:-0}} + 1)) {STARTED}=$(date +%s)",
-    "done",
-]
-"""Last lines of a batch script whose other lines, from srun on, are the body of a loop: it goes on with the nodes that are left."""
+def _next_attempt_here(finish: str) -> list[str]:
+    """Return the last lines of a batch script whose other lines, from srun on, are the body of a loop: it goes on with the nodes that are left.
+
+    Where Slurm does not tell them for two and a half minutes, `finish` is called again and leaves the next attempt to the queue.
+    """
+    nodes = "squeue -h -r -j ${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID -o '%D %N'"
+    return [
+        f"[ $decided -eq {HERE} ] || exit $decided",
+        "for _ in {1..15}; do",
+        # srun takes these for the nodes of the job
+        f"  read -r SLURM_NNODES SLURM_JOB_NODELIST < <({nodes}) && break",
+        "  sleep 10",
+        "done",
+        'if [ -z "$SLURM_JOB_NODELIST" ]; then',
+        f"unset {LEAST_NODES}",
+        *_until_decided(finish)[1:],
+        "fi",
+        "export SLURM_NNODES SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES=$SLURM_NNODES SLURM_NODELIST=$SLURM_JOB_NODELIST",
+        "export SLURM_OVERLAP=1",  # Slurm still counts the step that lost a node
+        f"export {ATTEMPTS_HERE}=$((${{{ATTEMPTS_HERE}:-0}} + 1)) {STARTED}=$(date +%s)",
+        "done",
+    ]
 
 
 def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, gangs: Sequence[str]) -> ArrayExecutor:

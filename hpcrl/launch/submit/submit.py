@@ -147,7 +147,7 @@ def _copy_code(folder: Path) -> None:
                 continue
             if path.is_dir():
                 target.mkdir(parents=True)
-            elif path.suffix != ".pyc" or path.stem.endswith(f".{sys.implementation.cache_tag}"):
+            elif "__pycache__" not in path.parts or path.name.endswith(f".{sys.implementation.cache_tag}.pyc"):
                 copies.append((path, target))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         list(threads.map(_copy, copies))

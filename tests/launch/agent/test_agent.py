@@ -8,15 +8,20 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from hpcrl.config import Config
+from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node
+from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE
 from hpcrl.rundir.checksums import note_checksums
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Outcome, open_attempt, read_outcome, report_outcome
+from hpcrl.rundir.ledger import Outcome, open_attempt, read_attempts, read_outcome, report_outcome
 from hpcrl.runtime.process_status import StatusWriter, read_process_status, read_process_statuses
+from hpcrl.runtime.signals import ask_to_stop
 from tests.paths import QUICKSTART
 
 AGENT = """
@@ -301,6 +306,38 @@ while True:
         f"; the last collectives of the ranks: {run.collectives(1)} (torchfrtrace {run.collectives(1)})"
     )
     assert (run.collectives(1) / "rank0").read_text() == "all_reduce"
+
+
+def test_a_cancelled_attempt_is_not_interrupted_after_all(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    config, context = Config.from_toml([run.config]), NodeContext(0, ["here", "there", "there"], "local-1", 0, True)
+    agent = NodeAgent(run, config, context, read_attempts(run)[-1], [])
+    for reason in ("interrupted", "cancelled", "interrupted"):
+        write_json(run.stop, {"attempt": 1, "reason": reason})
+        agent._look_for_stop()
+    agent._report_stop("saved and stopped")
+    assert (outcome := read_outcome(run))
+    assert outcome.kind == "cancelled"
+
+
+@pytest.mark.parametrize(("job", "restarts", "again"), [("7_0.0+1", "0", "1"), ("7_0.1", "1", "0")])
+def test_the_next_attempt_of_a_cancelled_run_has_nothing_to_do(
+    tmp_path: Path, job: str, restarts: str, again: str
+) -> None:
+    """Also one in the same allocation, where the request came after the end of the batch script had looked."""
+    run = Run(tmp_path / "project" / "run")
+    open_attempt(run, "7_0.0", ["n1", "n2"])
+    report_outcome(run, 1, "failed", "nothing was heard of n2", "agent-0")
+    ask_to_stop(run, 1, "cancelled")
+    own = {"ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "0", "JOB_ID": "7", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1"}
+    own |= {"NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "RESTART_COUNT": restarts}
+    environment = {f"SLURM_{name}": value for name, value in own.items()}
+    environment |= {"SUBMITIT_EXECUTOR": "slurm", ATTEMPTS_HERE: again}
+    command = [sys.executable, "-c", f"from hpcrl.launch.agent.agent import main; main({str(run.path)!r})"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "attempt 1 ended as cancelled; nothing to do\n", (job, done.stderr)
+    assert done.returncode == 0
+    assert len(read_attempts(run)) == 1
 
 
 def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:

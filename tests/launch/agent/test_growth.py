@@ -19,14 +19,14 @@ from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, open_attempt
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.runtime.signals import stop_asked, stop_cause
+from hpcrl.runtime.signals import Reason, ask_to_stop, stop_asked, stop_cause
 from tests.paths import QUICKSTART
 
 NODES = "trainer.placement.policy_num_nodes"
 LAYOUTS = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLayout(5, {NODES: 4})]
 PROGRAMS = {
     "sinfo": "echo main",
-    "squeue": "case $* in *%e*) date -d '+8 hours' +%FT%T;; *PENDING*) cat {place}/pending;; "
+    "squeue": "echo x >> {place}/queued; case $* in *%e*) date -d '+8 hours' +%FT%T;; *PENDING*) cat {place}/pending;; "
     "*) echo '7_0|RUNNING|N/A|None|/runs/script.sh'; echo '8_0|PENDING|N/A|Dependency|/runs/large.sh';; esac",
     "sbatch": 'echo "$@" >> {place}/asked; grep -qx -- "$2" {place}/idle || exit 1\n'
     'echo "sbatch: Job 9 to start at $(date +%FT%T) using 8 processors on nodes n4 in partition main" >&2',
@@ -86,10 +86,36 @@ def test_the_attempt_stops_when_two_looks_find_the_same_nodes(run: Run) -> None:
     assert (found.attempt, found.nodes, found.job) == (1, 5, "7_0")
 
 
+@pytest.mark.parametrize("reason", ["cancelled", "interrupted"])
+def test_a_stop_request_during_a_look_stays(run: Run, reason: Reason) -> None:
+    """Slurm may take a while to answer, and a cancelled run must not go on with more nodes."""
+    growth = watch(run)
+    idle(run, 1)
+    assert not growth.look()
+    ask_to_stop(run, 1, reason, "by a person")
+    assert not growth.look()
+    assert (stop_asked(run, 1), stop_cause(run, 1), read_growth(run)) == (reason, "by a person", None)
+
+
+def test_a_cancelled_attempt_stays_cancelled(run: Run) -> None:
+    ask_to_stop(run, 1, "cancelled", "by a person")
+    ask_to_stop(run, 1, "interrupted")
+    assert (stop_asked(run, 1), stop_cause(run, 1)) == ("cancelled", "by a person")
+    ask_to_stop(run, 2, "interrupted")
+    assert (stop_asked(run, 1), stop_asked(run, 2)) == (None, "interrupted")
+
+
+def test_slurm_is_asked_for_no_size_above_one_without_room(run: Run) -> None:
+    growth = watch(run)
+    idle(run, 3)
+    assert not growth.look()
+    assert asked(run) == ["--test-only --nodes=1 /runs/script.sh"]
+
+
 def test_nodes_are_not_given_back_while_others_wait_for_some(run: Run) -> None:
     growth = watch(run)
     idle(run, 1, 3)
-    (run.path.parents[1] / "pending").write_text("12|Resources\n")
+    (run.path.parents[1] / "pending").write_text(f"12|{os.getuid()}|Resources\n")
     assert not growth.look()
     assert not growth.look()
     assert asked(run) == []
@@ -109,6 +135,7 @@ def test_what_keeps_the_nodes(run: Run, why: str) -> None:
     growth = watch(run)
     assert not growth.look()
     assert not growth.look()
+    assert why != "recently" or not (run.path.parents[1] / "queued").exists(), "no program of Slurm is called"
     assert (asked(run) == []) == (why != "no room"), "Slurm is asked only where growth would gain something"
     assert stop_asked(run, 1) is None
 
@@ -125,6 +152,16 @@ def test_a_larger_request_is_asked_for_as_a_whole(run: Run) -> None:
     assert growth.look()
     assert (found := read_growth(run))
     assert (found.nodes, found.job) == (5, "8_0")
+
+
+def test_a_request_for_other_gpus_is_not_asked_for(run: Run) -> None:
+    """The attempt knows the layouts of its own request."""
+    write_json(run.submission, {"job_id": "7_0", "requests": {"small": "7_0", "large": "8_0"}})
+    idle(run, 3, 5)
+    memory = ["slurm.gpu_memory_gb=40", "slurm.requests.large.gpu_memory_gb=80"]
+    growth = watch(run, "slurm.requests.small.nodes=2", "slurm.requests.large.nodes=5", *memory)
+    assert not growth.look()
+    assert asked(run) == []
 
 
 def test_seconds_per_step_by_nodes(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -208,6 +209,49 @@ def test_an_attempt_that_lost_a_node_is_followed_by_another_one_in_the_same_allo
         assert kind == "interrupted" or nodes_left(run, "7_0.0") == 0
     monkeypatch.delenv(LEAST_NODES)
     assert nodes_left(run, "7_0.0") == 0, "of a run without ranges"
+
+
+def lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, timeout_s: int) -> Run:
+    """Return a run whose attempt on two nodes failed, under a batch script that could start another one on a single node."""
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1", "n2"])
+    report_outcome(run, 1, "failed", "nothing was heard of n2", "agent-0")
+    for name, line in {"squeue": squeue, "scontrol": f"echo 'SlurmdTimeout = {timeout_s} sec'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/asked\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(LEAST_NODES, "1")
+    return run
+
+
+def test_a_lost_node_is_not_waited_for_beyond_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two times slurm.signal_seconds are left to the requeue; Slurm here counts a silent node as down after an hour only."""
+    signal_s = Config.from_toml([QUICKSTART]).slurm.signal_seconds
+    squeue = f"case $* in *%D*) echo 2;; *) date -d '+{2 * signal_s + 3} seconds' +%FT%T;; esac"
+    run, began = lost_node(tmp_path, monkeypatch, squeue, 3600), time.monotonic()
+    assert nodes_left(run, "7_0.0") == 0
+    assert time.monotonic() - began < 60
+    (tmp_path / "squeue").write_text(
+        f"#!/bin/sh\necho $@ >> {tmp_path}/asked\ndate -d '+{2 * signal_s - 3} seconds' +%FT%T\n"
+    )
+    (tmp_path / "asked").unlink()
+    assert nodes_left(run, "7_0.0") == 0
+    assert "%D" not in (tmp_path / "asked").read_text(), "too late to begin to wait"
+
+
+def test_a_run_that_is_cancelled_while_a_lost_node_is_waited_for_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = json.dumps({"attempt": 1, "reason": "cancelled"})
+    squeue = f"case $* in *%D*) sleep 1; echo '{request}' > {tmp_path}/run/control/stop.json; echo 1;; *) date -d '+9 hours' +%FT%T;; esac"
+    run = lost_node(tmp_path, monkeypatch, squeue, 30)
+    run.stop.parent.mkdir(parents=True)
+    began = time.time()
+    assert settle(run, "7_0.0", here=True) == 0
+    assert (outcome := read_outcome(run))
+    assert outcome.kind == "cancelled"
+    (allocation,) = read_allocations(run)
+    assert allocation.until >= began + 1, "its nodes were held meanwhile"
 
 
 def test_each_attempt_of_an_allocation_has_a_start_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

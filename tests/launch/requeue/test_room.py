@@ -64,9 +64,14 @@ def test_jobs_that_wait_for_nodes_of_the_same_partitions(tmp_path: Path, monkeyp
         return others_wait(["n1", "n2"], ["7_0", "8_0"])
 
     assert not waiting()
-    assert not waiting("9|Dependency", "10_0|BeginTime", "11|JobHeldUser", "12|QOSMaxJobsPerUserLimit", "8_0|Priority")
-    assert waiting("9|Dependency", "10|Resources")
-    assert waiting("10_3|Priority")
+    own, other = os.getuid(), os.getuid() + 1
+    assert not waiting(f"9|{own}|Dependency", f"10_0|{own}|BeginTime", f"11|{own}|JobHeldUser", f"8_0|{own}|Priority")
+    assert not waiting(f"12|{other}|QOSMaxJobsPerUserLimit", f"13_1|{own}|JobArrayTaskLimit")
+    assert not waiting(f"14|{own}|PartitionNodeLimit", f"15|{own}|QOSMaxNodePerJobLimit"), "they do not start at all"
+    assert waiting(f"9|{own}|Dependency", f"10|{other}|Resources")
+    assert waiting(f"10_3|{other}|Priority")
+    assert waiting(f"12|{own}|QOSMaxJobsPerUserLimit")
+    assert waiting(f"7_1|{own}|JobArrayTaskLimit"), "two elements of a sweep would swap places"
     asked = (tmp_path / "asked").read_text()
     assert "-n n1,n2" in asked
     assert "-p high,main" in asked

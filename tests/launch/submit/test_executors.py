@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from submitit.core.utils import FailedJobError
 
 from hpcrl.config import Config
 from hpcrl.errors import DataError, SubmitError
+from hpcrl.launch.requeue.requeue import HERE
 from hpcrl.launch.submit import executors
 from hpcrl.launch.submit.executors import (
     ArrayExecutor,
@@ -240,3 +242,27 @@ def test_a_pool_of_typed_gpus_asks_for_as_many_as_a_replica_needs(tmp_path: Path
             "batch script of the elastic pool"
         ]
     )
+
+
+@pytest.mark.parametrize(("failures", "status", "calls"), [(2, 0, ["1 2", "1 2 2 n[1-2]"]), (99, 5, ["1 2", "1"])])
+def test_a_batch_script_asks_for_the_nodes_that_are_left_until_slurm_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, status: int, calls: list[str]
+) -> None:
+    """Without an answer it leaves the next attempt to the queue: the end of the script is asked again, without HPCRL_LEAST_NODES."""
+    note = f"echo $1 $HPCRL_LEAST_NODES $SLURM_JOB_NUM_NODES $SLURM_NODELIST >> {tmp_path}/calls"
+    programs = {
+        "squeue": f"echo x >> {tmp_path}/asked; [ $(wc -l < {tmp_path}/asked) -gt {failures} ] && echo '2 n[1-2]'",
+        "sleep": "true",
+        "finish": f"{note}; [ $HPCRL_LEAST_NODES ] || exit 5; [ $SLURM_NODELIST ] || exit {HERE}",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    lines = ["export HPCRL_LEAST_NODES=2", "while true; do", "(exit 1)", *executors._until_decided("finish")[:-1]]
+    script = "\n".join([*lines, *executors._next_attempt_here("finish")])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == calls

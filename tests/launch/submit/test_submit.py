@@ -232,6 +232,19 @@ def test_the_code_of_a_run_is_compiled_already(tmp_path: Path) -> None:
         assert held == struct.pack("<II", int(source.stat().st_mtime), source.stat().st_size), source
 
 
+def test_what_python_is_writing_meanwhile_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes x.cpython-311.pyc.12345 and renames it, so such a file may be gone when it is copied."""
+    package = tmp_path / "package"
+    compiled = Path(cache_from_source(str(package / "one.py")))
+    compiled.parent.mkdir(parents=True)
+    for path in (package / "one.py", package / "notes.12345", compiled.with_name(compiled.name + ".12345")):
+        path.write_text("")
+    monkeypatch.setattr(submit, "code_sources", lambda: {"hpcrl": package})
+    submit._copy_code(tmp_path / "folder")
+    copied = {path.name for path in (tmp_path / "folder" / "code").rglob("*") if path.is_file()}
+    assert copied == {"one.py", "notes.12345", compiled.name}
+
+
 def test_answers_are_quick(tmp_path: Path) -> None:
     assert least_work(3, "--help", cwd=tmp_path) < 0.3
     # most of it is the import of transformers, which looks at the tokenizer and writes the first prompts
