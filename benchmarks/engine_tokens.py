@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import tempfile
 import time
 from contextlib import ExitStack
@@ -38,8 +39,10 @@ from hpcrl.rollout.engines.base import Drafts, Engine, Generation
 _TOKENIZER = Path(__file__).parents[1] / "configs" / "quickstart" / "model"
 _RUN, _TOKEN = "measured", "a-token-of-the-benchmark"
 _START_S = 600.0
-_TEXTS = Path(__file__).parents[1] / "docs" / "placement.md"
 _WORDS = 50
+_SYLLABLES = [first + vowel for first in "bdfgklmnprst" for vowel in "aeiou"]
+_OF_TWO = 0.4
+"""Share of a GPU's memory for each of two servers."""
 
 
 def processor_seconds(leader: int) -> dict[str, float]:
@@ -76,10 +79,15 @@ async def measure(server: Server, given: argparse.Namespace) -> list[dict[str, A
     return rows
 
 
+def random_text(draw: random.Random) -> str:
+    """Return words of one to four syllables, which no model knows by heart."""
+    return " ".join("".join(draw.choices(_SYLLABLES, k=draw.randint(1, 4))) for _ in range(_WORDS))
+
+
 def repeating(model: Path, count: int) -> list[list[int]]:
-    """Return prompts that ask for a text of their own, as tokens."""
-    tokenizer, words = AutoTokenizer.from_pretrained(model), _TEXTS.read_text().split()
-    texts = [" ".join(words[number * _WORDS : (number + 1) * _WORDS]) for number in range(count)]
+    """Return prompts that ask to repeat a random text, as tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = [random_text(random.Random(number)) for number in range(count)]
     asked = [[{"role": "user", "content": f"Repeat this text word for word, twice:\n\n{text}"}] for text in texts]
     return [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in asked]
 
@@ -166,7 +174,9 @@ def with_drafts(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     length = max(map(len, prompts)) + given.tokens
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=given.drafts)
     sections = [
-        InferenceEngineConfig(model_dtype="float32", max_num_seqs=given.prompts, speculative=each)
+        InferenceEngineConfig(
+            model_dtype="float32", max_num_seqs=given.prompts, gpu_memory_utilization=_OF_TWO, speculative=each
+        )
         for each in (SpeculativeConfig(), drafts)
     ]
     servers = [serve(given.model, section, length, str(place), stack) for place, section in enumerate(sections)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.engine_tokens import repeating
 from benchmarks.layouts import rows
 from benchmarks.replay_cluster import (
     DAY,
@@ -47,6 +48,12 @@ def test_the_page_has_the_layouts_that_the_program_finds() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     for row in rows(["Qwen3-0.6B", "Qwen3-30B-A3B"]):
         assert row in page.splitlines()
+
+
+def test_prompts_of_a_benchmark_have_a_text_each() -> None:
+    prompts = repeating(ROOT / "configs" / "quickstart" / "model", 200)
+    assert len({tuple(prompt) for prompt in prompts}) == 200
+    assert min(map(len, prompts)) > 50
 
 
 def quiet() -> Iterator[Job]:

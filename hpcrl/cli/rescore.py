@@ -34,6 +34,7 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
     from hpcrl.config import Config
     from hpcrl.errors import RunError
+    from hpcrl.launch.sharing import made_for
     from hpcrl.observe.eval_report import summary
     from hpcrl.rundir.layout import Run, default_root
 
@@ -42,7 +43,8 @@ def _rescore(arguments: argparse.Namespace) -> int:
     place = Run((arguments.output or _default_place(evaluation)).absolute())
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")
-    results = _scored(evaluation, config, place)
+    with made_for(config.slurm.readable_by, place.path):  # before rewards are paid for
+        results = _scored(evaluation, config, place)
     if arguments.json:
         print(dumps(results, indent=2))
         return 0
@@ -64,7 +66,6 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     from dataclasses import asdict
     from json import dumps
 
-    from hpcrl.launch.sharing import made_for
     from hpcrl.observe.eval_report import write_results
     from hpcrl.observe.evaluations import EvaluatedPrompt
     from hpcrl.observe.scores import results_of
@@ -104,10 +105,9 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
             [EvaluatedPrompt.of(group_id, lines) for group_id, lines in by_group.items()], generator.success_reward
         ),
     }
-    with made_for(config.slurm.readable_by, place.path):
-        write_text(place.config, config.to_toml())
-        write_json(place.path / "evaluation.json", asked)
-        text = "".join(dumps(line, ensure_ascii=False) + "\n" for line in found.lines)
-        append_text(place.eval_dump(evaluation.version, 0), text)
-        write_results(place, results)
+    write_text(place.config, config.to_toml())
+    write_json(place.path / "evaluation.json", asked)
+    text = "".join(dumps(line, ensure_ascii=False) + "\n" for line in found.lines)
+    append_text(place.eval_dump(evaluation.version, 0), text)
+    write_results(place, results)
     return results

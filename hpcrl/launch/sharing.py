@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import grp
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpcrl.config.errors import Problem
@@ -36,16 +37,25 @@ def writing_for(group: str | None) -> Iterator[None]:
 def made_for(group: str | None, folder: Path) -> Iterator[None]:
     """Make a folder with its missing parents, for this user and the group, and let this process write into it what the group may read.
 
-    Raises:
-        RunError: the folder cannot be given to the group.
+    Where it cannot be given to the group, as on a machine without that, it is for this user alone, and a line says why. An error within
+    leaves no empty folder.
     """
-    if problem := next(check_group(group), None):
-        raise RunError(f"{problem.path}: {problem.message}")
-    with writing_for(group):
+    refused = next((f"{problem.path}: {problem.message}" for problem in check_group(group)), None)
+    with writing_for(None if refused else group):
         folder.mkdir(parents=True, mode=0o700)
-        if group is not None:
-            share(folder, group)
-        yield
+        if group is not None and refused is None:
+            try:
+                share(folder, group)
+            except RunError as error:
+                refused = str(error)
+        if refused:
+            print(f"hpcrl: {refused}. Only you can read {folder}", file=sys.stderr)
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                folder.rmdir()
+            raise
 
 
 def check_group(group: str | None) -> Iterator[Problem]:

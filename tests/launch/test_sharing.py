@@ -53,12 +53,19 @@ def test_a_folder_of_a_command_is_made_for_the_group(tmp_path: Path) -> None:
     with made_for(None, tmp_path / "own"):
         pass
     assert mode(tmp_path / "own") == "700"
-    with (
-        pytest.raises(RunError, match="there is no group no-such-group here"),
-        made_for("no-such-group", tmp_path / "x"),
-    ):
-        pass
-    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_of_a_command_is_private_where_the_group_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with made_for("no-such-group", tmp_path / "x"):
+        (tmp_path / "x" / "results.json").touch()
+    assert "there is no group no-such-group here" in (said := capsys.readouterr().err)
+    assert f"Only you can read {tmp_path / 'x'}" in said
+    assert mode(tmp_path / "x") == "700"
+    with pytest.raises(RunError, match="judge"), made_for(None, tmp_path / "empty"):
+        raise RunError("no judge")
+    assert not (tmp_path / "empty").exists()
 
 
 def test_only_a_group_that_is_there_may_be_named() -> None:

@@ -86,7 +86,8 @@ def test_what_leaves_a_run_has_no_secrets_of_its_configuration(run: Run) -> None
     """config.toml is for its user; trackers and reports are for others."""
     settings = [
         "environment.skyrl_gym.search.search_url=http://me:pa55@h:1/x?api_key=q9z",
-        "slurm.setup=['export A_TOKEN=hf_1']",
+        "slurm.setup=['export A_TOKEN=hf_1', 'export B_TOKEN=\"hf_2 w7w\"', \"export PASSWORD='$hf_3 w7w'\"]",
+        'slurm.extra.export="ALL,A_SECRET=\\"hf_4 w7w\\""',
     ]
     write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
     write_text(run.submission, json.dumps({"overrides": settings}))
@@ -96,7 +97,9 @@ def test_what_leaves_a_run_has_no_secrets_of_its_configuration(run: Run) -> None
         configuration(run), str(list(hparams_of(run))),
     ]  # fmt: skip
     for text in left:
-        assert not [secret for secret in ("pa55", "q9z", "hf_1") if secret in text]
+        assert not [
+            secret for secret in ("pa55", "q9z", "w7w", *(f"hf_{number}" for number in range(1, 5))) if secret in text
+        ]
     assert "http://…@h:1/x?api_key=…" in left[0]
     assert "export A_TOKEN=…" in left[0]
 

@@ -91,6 +91,8 @@ async def send(
         Compressed: the answer is compressed.
     """
     client = _background().fresh if fresh else _background().client
+    if seconds is not None:  # which bound the connection too
+        request.extensions["timeout"] = httpx.Timeout(None).as_dict()
     try:
         return await asyncio.wait_for(_send(client, request, most_bytes), seconds)
     except asyncio.TimeoutError:

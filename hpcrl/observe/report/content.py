@@ -151,7 +151,12 @@ def _config(run: Run) -> _Settings:
 
 def _override(given: object) -> str:
     path, equals, value = str(given).partition("=")
-    return f"{path}{equals}{masked(value)}"
+    try:
+        parsed = tomli.loads(f"value = {value}")["value"]
+    except tomli.TOMLDecodeError:  # a text without quotes
+        return f"{path}{equals}{masked(value)}"
+    hidden = masked(parsed)
+    return f"{path}{equals}{masked(value) if hidden == parsed else value_as_toml(hidden)}"
 
 
 def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import tomli
+import tomli_w
+
 from hpcrl.config import Config
 from hpcrl.config.secrets import masked
 from hpcrl.errors import ConfigError
@@ -29,10 +32,13 @@ _MOST_BYTES = 1 << 22
 def configuration(run: Run) -> str:
     """Return the settings without their defaults; all of them where a class of the user's own is missing here."""
     try:
-        text = Config.from_toml([run.config]).to_toml(only_changed=True)
+        tree = Config.from_toml([run.config]).changed()
     except ConfigError:
-        text = run.config.read_text(encoding="utf-8")
-    return _verbatim(masked(text))
+        try:
+            tree = tomli.loads(run.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            return _verbatim(f"{run.config} is damaged: {error}")
+    return _verbatim(tomli_w.dumps(masked(tree)))
 
 
 def summary(run: Run) -> str:

@@ -393,6 +393,18 @@ OURS = [
         {"slurm.readable_by": "lab", "slurm.setup": ["export WANDB_API_KEY=$(cat ~/.key)", "export TOKENIZERS=x"]},
     ),
     Case(
+        "a secret may begin with a slash or a dollar, and lie in quotes",
+        {"slurm.readable_by": "lab", "slurm.setup": ["export AWS_SECRET_ACCESS_KEY=/ab+c"]}, "slurm.setup", "AWS_SECRET_ACCESS_KEY would be read",
+        {"slurm.readable_by": "lab", "slurm.setup": [
+            'export A_TOKEN="$(cat ~/.key)" B_TOKEN=$A_TOKEN C_TOKEN="${B_TOKEN}"', "export SSL_KEY='/etc/my.key' D_TOKEN=~/.key",
+        ]},
+    ),
+    Case(
+        "a secret in quotes may begin with a dollar",
+        {"slurm.readable_by": "lab", "slurm.setup": ["export A_PASSWORD='$x &1'"]}, "slurm.setup", "A_PASSWORD would be read",
+        {"slurm.readable_by": "lab", "slurm.setup": ['export A_PASSWORD="$x"']},
+    ),
+    Case(
         "an option of a program may be a secret too",
         {"slurm.readable_by": "lab", "slurm.setup": ["hf auth login --token=hf_3f2a"]}, "slurm.setup", "token would be read",
         {"slurm.readable_by": "lab", "slurm.setup": [

@@ -172,3 +172,21 @@ def test_secrets_in_an_address_are_not_repeated() -> None:
     assert "http://127.0.0.1:9/x:" in str(error.value)
     assert "pa55" not in str(error.value)
     assert "s3cret" not in str(error.value)
+
+
+def test_connecting_may_take_as_long_as_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcrl.envs.tools import requests
+
+    monkeypatch.setattr(requests, "_CONNECT_S", 0.01)
+    requests._made.cache_clear()
+    try:
+        with socket.socket() as busy, socket.socket() as first, socket.socket() as second:
+            busy.bind(("127.0.0.1", 0))
+            busy.listen(0)
+            for other in (first, second):  # which fill its queue
+                other.setblocking(False)
+                other.connect_ex(busy.getsockname())
+            with pytest.raises(ServiceError, match=r"no whole answer within 0\.2 s"):
+                of(f"http://127.0.0.1:{busy.getsockname()[1]}", timeout_s=0.2, patience_s=0).post(json={})
+    finally:
+        requests._made.cache_clear()

@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
+from hpcrl.trainer.backends.reference import forget_moments
 from hpcrl.trainer.distributed import World
 from tests.trainer import scenarios
 from tests.trainer.material import VOCABULARY, make_batch, make_run
@@ -93,3 +94,18 @@ def test_a_reference_of_another_shape_cannot_follow(model_path: Path, tmp_path: 
         scenarios.make_engine(alone, str(model_path), {"trainer": {**FOLLOWS, **other}})
     fixed = {"algorithm": {"use_kl_loss": True}}
     scenarios.make_engine(alone, str(model_path), {"trainer": {**fixed, **other}})
+
+
+def test_what_an_optimizer_keeps_beside_its_moments_stays() -> None:
+    """As Megatron-core's float32 weights with optimizer_cpu_offload; TransformerEngine counts steps in the groups."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state[weight]
+    state["master_param"] = weight
+    optimizer.param_groups[0]["step"] = 1
+    forget_moments(optimizer)
+    assert weight.detach().all()
+    assert not any(state[name].any() for name in ("exp_avg", "exp_avg_sq", "step"))
+    assert optimizer.param_groups[0]["step"] == 0
