@@ -28,7 +28,8 @@ def assert_ended(scenario: Scenario, run: Run, kind: str = "done") -> None:
     outcome = read_outcome(run)
     assert outcome, scenario.report(run)
     assert outcome.kind == kind, f"{outcome}\n{scenario.report(run)}"
-    assert f"{run.name}: {kind}" in scenario.told("status", run.name)
+    status = scenario.told("status", run.name)
+    assert f"{run.name}: {kind}" in status, status
 
 
 def assert_nothing_lost(
