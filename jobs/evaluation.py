@@ -2,8 +2,7 @@
 
 consumes   the validation sets, the initial model, weights/v<k> of the versions that wait, and rows that an earlier start has finished
 waits for  its own engine
-produces   evals/v<k>/<replica>.jsonl, .rows and summary.json, metrics/evaluation-<element>.jsonl; of a run that is over tensorboard/,
-           alerts.jsonl and what trackers get
+produces   evals/v<k>/<replica>.jsonl, .rows, job.json and summary.json, metrics/evaluation-<element>.jsonl
 ends       with 0 when no version waits for this element, or on SIGTERM; with the exit code of hpcrl/errors.py otherwise. The engine
            never outlives it
 """
@@ -19,20 +18,18 @@ from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
 from hpcrl.config.resume_changes import evaluation_settings
-from hpcrl.controller.evaluation import conclude_by_job, evaluation_work, finished_rows
+from hpcrl.controller.evaluation import evaluation_work, finished_rows
 from hpcrl.data.cache_files import EvalRow, append_rows
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import CommitError, EngineError, HpcrlError
 from hpcrl.launch.agent.environment import raise_open_files
-from hpcrl.observe.alerts.monitor import monitor_process
-from hpcrl.observe.trackers.base import senders, trackers_of
+from hpcrl.observe.conclude import conclude_generated
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.attempt_config import attempt_config
-from hpcrl.rundir.evaluations import attempt_of_evaluation, versions_of_element
+from hpcrl.rundir.commit import verify
+from hpcrl.rundir.evaluations import attempt_of_evaluation, generated_at, note_generated, versions_of_element
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import read_outcome
 from hpcrl.rundir.process_names import evaluation_name
 from hpcrl.rundir.records import append_text
-from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent
@@ -69,18 +66,6 @@ def main(path: str, element: int) -> None:
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         waiting = WaitingVersions(run, config, element, replica, prompts, loaded, copies, status)
         asyncio.run(waiting.evaluate(engine))
-    follow_once(run, attempt, config)
-
-
-def follow_once(run: Run, attempt: int, config: Config) -> None:
-    """Bring the scores to TensorBoard, trackers and alerts where the run's controller, which does that else, has ended for good."""
-    from hpcrl.observe.tensorboard.follower import Follower
-
-    outcome = read_outcome(run)
-    if outcome is not None and outcome.final:
-        followers = senders(run, trackers_of(config.trainer.logger)) | monitor_process(run, attempt, config.trainer)
-        with Followers(run, attempt, followers), Follower(run):
-            pass
 
 
 class WaitingVersions:
@@ -105,14 +90,13 @@ class WaitingVersions:
     ) -> None:
         self._run, self._config, self._element, self._replica = run, config, element, replica
         self._prompts, self._loaded, self._copies, self._status = prompts, loaded, copies, status
-        self._settings, self._tried = evaluation_settings(config), set[tuple[int, int]]()
+        self._settings, self._tried = evaluation_settings(config), dict[int, int]()
 
     async def evaluate(self, launched: Launched) -> None:
         """Evaluate with a ready engine until no version waits.
 
         Raises:
             EngineError: the engine died, hangs, or refused weights or a request.
-            CommitError: weights that are kept for an evaluation are damaged.
             HpcrlError: an environment failed.
         """
         from hpcrl.rollout.engines.watchdog import run_watched
@@ -132,21 +116,37 @@ class WaitingVersions:
             await engine.close()
 
     def _next(self, engine: Engine) -> tuple[int, int] | None:
-        """Return the next version and the attempt that it belongs to, none of them twice; None: this engine can have no more."""
+        """Return the next version and the attempt that it belongs to; None: this engine can have no more.
+
+        A version that a later attempt trained again needs an engine that has not loaded the earlier one: vLLM keeps adapters by number.
+        """
         elements, interval = self._config.slurm.evaluation.engines, self._config.trainer.eval_interval
         for version in versions_of_element(self._run, self._element, elements, interval):
             attempt = attempt_of_evaluation(self._run, version)
             left = version == 0 and engine.version > 0 and self._config.engines_begin_with_model
-            if attempt is not None and (version, attempt) not in self._tried and not left:
-                self._tried.add((version, attempt))
-                return version, attempt
+            if attempt is None or left or generated_at(self._run, version) is not None:
+                continue
+            if version in self._tried:
+                return None
+            self._tried[version] = attempt
+            return version, attempt
         return None
 
     async def _evaluate(self, engine: Engine, groups: Generator, version: int, attempt: int) -> None:
         from hpcrl.rollout.evaluate import generate_rows
 
         generator = self._config.generator
-        weights = await self._load(engine, version)
+        try:
+            weights = await self._load(engine, version)
+        except CommitError as error:
+            self._pass_over(version, attempt, error)
+            return
+        except EngineError:
+            try:
+                verify(self._run.weights_of(version))
+            except CommitError as error:
+                self._pass_over(version, attempt, error)
+            raise
         n, seed = generator.eval_n_samples_per_prompt, self._config.sampling_seed
         work = evaluation_work(self._prompts, version, n, seed, None, self._settings)
         finished = finished_rows(self._run, version, work)
@@ -158,11 +158,16 @@ class WaitingVersions:
 
         left = [item for item in work if item.group_id not in finished]
         await generate_rows(groups, left, generator, note)
-        process, ordered = evaluation_name(self._element), [finished[item.group_id] for item in work]
-        if conclude_by_job(self._run, version, attempt, process, ordered, generator.success_reward):
-            print(f"version {version} is evaluated", flush=True)
-        else:
-            print(f"version {version} belongs to a later attempt now, and is evaluated for that one", flush=True)
+        asked = {item.group_id: item.asked for item in work}
+        rows = [EvalRow(meta, asked[name], weights) for name, meta in finished.items() if meta.failures]
+        append_rows(self._run.eval_rows(version, self._replica), rows)
+        note_generated(self._run, version, attempt)
+        for done in conclude_generated(self._run, evaluation_name(self._element), generator.success_reward):
+            print(f"version {done} is evaluated", flush=True)
+
+    def _pass_over(self, version: int, attempt: int, error: CommitError) -> None:
+        print(f"version {version} is not evaluated: {error}", flush=True)
+        note_generated(self._run, version, attempt, damaged=True)
 
     async def _load(self, engine: Engine, version: int) -> str:
         """Load a version unless it is the model that the engine was started with; return its digest, as of `EvalRow`."""

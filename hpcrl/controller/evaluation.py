@@ -13,15 +13,16 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
-from hpcrl.data.cache_files import EvalRow, read_rows
+from hpcrl.data.cache_files import EvalRow
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
-from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.scores import scores
-from hpcrl.rundir.commit import children, digest_of, discard, is_committed, write_json
-from hpcrl.rundir.evaluations import MOST_OPEN, attempt_of_evaluation, discard_rows
+from hpcrl.observe.conclude import read_finished, row_files
+from hpcrl.rundir.commit import digest_of, discard, is_committed, write_json
+from hpcrl.rundir.evaluations import (
+    MOST_OPEN,
+    discard_rows,
+)
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import GroupMeta, Prompt, Work
 
@@ -259,35 +260,6 @@ def discard_after(run: Run, step: int) -> None:
             discard(path)
 
 
-def write_summary(run: Run, version: int, metrics: Mapping[str, float]) -> None:
-    """Write the scores, and remove the rows."""
-    write_json(run.eval_summary(version), metrics)
-    for path in [*_row_files(run, version), run.eval_begun(version)]:
-        path.unlink(missing_ok=True)
-
-
-def conclude_by_job(
-    run: Run, version: int, attempt: int, process: str, groups: Sequence[GroupMeta], success_reward: float
-) -> bool:
-    """Write the scores of an evaluation that a job of its own has made; return whether the version still belongs to that attempt.
-
-    Where it does not, a later attempt trains it again, or has taken it over from the checkpoint with which it began.
-
-    Args:
-        attempt: of the run, to which the version belonged when the evaluation began.
-        process: that writes the metrics.
-    """
-    if attempt_of_evaluation(run, version) != attempt:
-        return False
-    metrics = scores(groups, success_reward)
-    with MetricsWriter(run, process, attempt, None) as writer:
-        writer.write(version, metrics)  # first: where there is a summary, nobody waits for the scores
-    if attempt_of_evaluation(run, version) != attempt:
-        return False
-    write_summary(run, version, metrics)
-    return True
-
-
 def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, GroupMeta]:
     """Return which rows of an evaluation that is not over are finished, by their names.
 
@@ -297,7 +269,7 @@ def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, Gro
     Args:
         work: of all rows; looked at only where some are finished.
     """
-    kept = [row for path in _row_files(run, version) for row in _read(path)]
+    kept = [row for path in row_files(run, version) for row in read_finished(path)]
     if kept:
         asked, weights = {item.group_id: item.asked for item in work}, _digest(run, version)
         expected = {name: (what, weights, version, version) for name, what in asked.items()}
@@ -312,18 +284,6 @@ def finished_rows(run: Run, version: int, work: Iterable[Work]) -> dict[str, Gro
 
 def _known(row: EvalRow) -> tuple[str, str, int, int]:
     return row.asked, row.weights, row.group.oldest_version, row.group.newest_version
-
-
-def _row_files(run: Run, version: int) -> list[Path]:
-    folder = run.evals_of(version)
-    return [folder / name for name in sorted(children(folder)) if name.endswith(".rows")]
-
-
-def _read(path: Path) -> list[EvalRow]:
-    rows, damaged = read_rows(path)
-    if damaged:
-        print(f"{path}: {damaged} of its lines are damaged; these rows are generated again", flush=True)
-    return rows
 
 
 def _digest(run: Run, version: int) -> str | None:

@@ -24,7 +24,6 @@ from hpcrl.controller.evaluation import (
     evaluation_work,
     finished_rows,
     is_evaluated,
-    write_summary,
 )
 from hpcrl.controller.lending import Lending
 from hpcrl.controller.metrics import batch_histograms, controller_metrics, replica_metrics, scorer_metrics, step_metrics
@@ -36,6 +35,7 @@ from hpcrl.controller.schema import Schemas
 from hpcrl.controller.score_queue import Rewards, ScoreQueue
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
+from hpcrl.observe.conclude import write_summary
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.scores import scores
 from hpcrl.observe.timeline import IDLE, LOAD

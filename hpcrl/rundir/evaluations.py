@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hpcrl.rundir.commit import children, read_json
+import time
+from typing import Any
+
+from hpcrl.rundir.commit import children, read_json, write_json
 from hpcrl.rundir.layout import Run, version_of
 
 MOST_OPEN = 4
@@ -24,14 +27,39 @@ def attempt_of_evaluation(run: Run, version: int) -> int | None:
     return (read_json(run.eval_begun(version)) or {}).get("attempt")
 
 
+def note_generated(run: Run, version: int, attempt: int, damaged: bool = False) -> None:
+    """Note that the evaluation job has all rows of a version on disk, or cannot have them because its weights are damaged."""
+    write_json(run.eval_job(version), {"attempt": attempt, "damaged": damaged, "time": time.time()})
+
+
+def generated_at(run: Run, version: int) -> float | None:
+    """Return the Unix time at which the evaluation job had all rows of a version, or None; `is_damaged` ones have none."""
+    noted = _noted(run, version)
+    return noted["time"] if noted and not noted["damaged"] else None
+
+
+def is_damaged(run: Run, version: int) -> bool:
+    """Return whether the evaluation job passes over a version, whose weights it could not read."""
+    noted = _noted(run, version)
+    return bool(noted and noted["damaged"])
+
+
+def _noted(run: Run, version: int) -> dict[str, Any] | None:
+    """Return the note of `note_generated`; None also where it is of an attempt that the version does not belong to any more."""
+    noted = read_json(run.eval_job(version))
+    return noted if noted and noted["attempt"] == attempt_of_evaluation(run, version) else None
+
+
 def versions_of_element(run: Run, element: int, elements: int, interval: int) -> list[int]:
-    """Return the versions that wait for one element of the evaluation job: the elements take the evaluations in turn.
+    """Return the versions of one element of the evaluation job that have no scores yet: the elements take the evaluations in turn.
 
     Args:
         interval: steps between evaluations.
     """
     own = (version for version in begun_evaluations(run) if -(-version // interval) % elements == element)
-    return [version for version in own if attempt_of_evaluation(run, version) is not None]
+    return [
+        version for version in own if attempt_of_evaluation(run, version) is not None and not is_damaged(run, version)
+    ]
 
 
 def discard_rows(run: Run, version: int) -> None:

@@ -397,6 +397,9 @@ class Run:
     def eval_begun(self, version: int) -> Path:
         return self.evals_of(version) / "begun.json"
 
+    def eval_job(self, version: int) -> Path:
+        return self.evals_of(version) / "job.json"
+
     def eval_losses(self, version: int) -> Path:
         return self.evals_of(version) / "losses.json"
 

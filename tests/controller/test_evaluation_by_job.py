@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from hpcrl.controller.evaluation import conclude_by_job
 from hpcrl.controller.service import Service
+from hpcrl.data.cache_files import EvalRow, append_rows
+from hpcrl.observe.conclude import conclude_by_job, conclude_generated
 from hpcrl.observe.metrics import MetricsReader, merged
 from hpcrl.rundir.commit import discard, read_json
-from hpcrl.rundir.evaluations import attempt_of_evaluation, begun_evaluations, versions_of_element
+from hpcrl.rundir.evaluations import attempt_of_evaluation, begun_evaluations, note_generated, versions_of_element
 from hpcrl.rundir.layout import Run
 from tests.controller.test_api import finish, make_run
 from tests.controller.test_beside import FIRST, begin, scores_of, train
@@ -100,3 +101,32 @@ def test_elements_take_the_evaluations_in_turn(run: Run) -> None:
     controller = begin(run, FIRST, **{**JOB, "total_steps": 5})
     trained(run, 1, 5, controller)
     assert [versions_of_element(run, element, 2, 2) for element in (0, 1)] == [[0, 4], [2, 5]]
+
+
+def test_versions_are_concluded_in_order(run: Run) -> None:
+    """Trackers and alerts take no value at a step before the last one."""
+    trained(run, 1, 4, begin(run, FIRST, **JOB))
+    scorer = service(run, 9, eval_interval=2, eval_before_train=True)
+
+    def generate(version: int) -> None:
+        groups = [(item, finish(run, item, version, 1.0)) for item in scorer._eval_work(version)]
+        append_rows(run.eval_rows(version, 5), [EvalRow(group, item.asked, "") for item, group in groups])
+        note_generated(run, version, 1)
+
+    generate(2)
+    assert conclude_generated(run, SCORER, 1.0) == [], "version 0 waits"
+    generate(0)
+    assert conclude_generated(run, SCORER, 1.0) == [0, 2]
+    assert scores_of(run) == [0, 2]
+    assert not run.eval_job(2).exists()
+
+
+def test_a_damaged_version_holds_no_later_one_back(run: Run) -> None:
+    trained(run, 1, 4, begin(run, FIRST, **JOB))
+    assert conclude(run, 2, 1)
+    scorer = service(run, 9, eval_interval=2, eval_before_train=True)
+    rows = [EvalRow(finish(run, item, 4, 1.0), item.asked, "") for item in scorer._eval_work(4)]
+    append_rows(run.eval_rows(4, 5), rows)
+    note_generated(run, 4, 1)
+    note_generated(run, 0, 1, damaged=True)
+    assert conclude_generated(run, SCORER, 1.0) == [4], "damaged ones hold nothing back"

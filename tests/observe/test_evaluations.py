@@ -11,8 +11,9 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
-from hpcrl.controller.evaluation import begin_evaluation, write_summary
+from hpcrl.controller.evaluation import begin_evaluation
 from hpcrl.errors import DataError, RunError
+from hpcrl.observe.conclude import write_summary
 from hpcrl.observe.eval_report import report, summary
 from hpcrl.observe.evaluations import Evaluation, compared
 from hpcrl.rundir.commit import read_json, write_text

@@ -6,11 +6,14 @@ again as long as more may come. Slurm may take it away at any time: finished row
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
@@ -19,19 +22,25 @@ from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.agent.network import node_address
 from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
 from hpcrl.launch.nodes import Node
-from hpcrl.launch.requeue.elastic import AGAIN
-from hpcrl.launch.requeue.evaluation import nothing_to_do, waiting_versions
+from hpcrl.launch.requeue.elastic import AGAIN, ended, replaced
+from hpcrl.launch.requeue.evaluation import FAILED, nothing_to_do, waiting_versions
 from hpcrl.launch.retention import end_of_run
+from hpcrl.observe.alerts.monitor import monitor_process
+from hpcrl.observe.conclude import conclude_generated
+from hpcrl.observe.metrics import values_of
+from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.attempt_config import attempt_config
-from hpcrl.rundir.checkpoints import Retention
+from hpcrl.rundir.checkpoints import Retention, retire
 from hpcrl.rundir.checksums import require_unchanged
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import read_attempts, read_outcome
+from hpcrl.rundir.ledger import read_attempts, read_outcome, require_newest
 from hpcrl.rundir.process_names import evaluation_name
+from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.scratch import Scratch
 
-_POLL_S, _GRACE_S = 0.5, 15.0
+_POLL_S, _GRACE_S, _SENDING_S = 0.5, 15.0, 600.0
 
 
 def main(path: str, element: int) -> None:
@@ -55,8 +64,13 @@ def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> i
     while not signals:
         if why := nothing_to_do(run, array, element):
             print(f"nothing to do: {why}", flush=True)
-            _delete_the_rest(run)
+            if not replaced(run, array) and ended(run):
+                _follow(run, signals)
+                _delete_the_rest(run)
             return 0
+        success_reward = attempt_config(run).generator.success_reward
+        if conclude_generated(run, evaluation_name(element), success_reward):
+            continue
         if not waiting_versions(run, element):
             print("no version waits; another job may use this node", flush=True)
             break
@@ -69,7 +83,7 @@ def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> i
 
 
 def _evaluate(run: Run, element: int, attempt: int, context: NodeContext, signals: list[int]) -> int:
-    """Run jobs/evaluation.py, again where it fails for a reason of its own; return its last exit status, 0 after a signal."""
+    """Run jobs/evaluation.py, again where it fails for a reason of its own; return 0, also after a signal, `FAILED`, or the exit status of an error of the run."""
     config, name = attempt_config(run, attempt), evaluation_name(element)
     restarts, scratch = Restarts(config.slurm.replica_restarts), Scratch("agent")
     command = [sys.executable, str(run.code / "jobs" / "evaluation.py"), str(run.path), str(element)]
@@ -85,8 +99,10 @@ def _evaluate(run: Run, element: int, attempt: int, context: NodeContext, signal
                 break
             restarts.ended()
             print(child.first_error(), flush=True)
-            if restarts.given_up or concerns_the_run(status):
-                return status if status > 0 else 1
+            if concerns_the_run(status):
+                return status
+            if restarts.given_up:
+                return FAILED
             while restarts.due is not None and time.monotonic() < restarts.due and not signals:
                 time.sleep(_POLL_S)
             restarts.started()
@@ -106,11 +122,41 @@ def _environment(config: Config, attempt: int, context: NodeContext, heartbeats:
     return environments.of(node.workers[0])
 
 
+def _follow(run: Run, signals: list[int]) -> None:
+    """Bring the scores to TensorBoard, trackers and alerts, as the controller of a run that goes on does; one element at a time."""
+    from hpcrl.observe.tensorboard.follower import Follower
+
+    if not (attempts := read_attempts(run)):
+        return
+    attempt, trainer = attempts[-1].number, attempt_config(run).trainer
+    commands = senders(run, trackers_of(trainer.logger)) | monitor_process(run, attempt, trainer)
+    make_directory(run.evals)
+    with (run.evals / ".lock").open("a") as lock:
+        _hold(lock, signals)
+        with Follower(run), Followers(run, attempt, commands) as followers:
+            followers.end(_SENDING_S, lambda: bool(signals))
+
+
+def _hold(lock: IO[str], signals: list[int]) -> None:
+    """Lock a file until it is closed, once no other element holds it; a filesystem without locks has none."""
+    while not signals:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+        except OSError:
+            return
+
+
 def _delete_the_rest(run: Run) -> None:
     """Delete what trainer.keep_when_done does not keep of a run that is done, and what only its evaluations still needed."""
     outcome = read_outcome(run) if run.config.is_file() else None
     if outcome is None or outcome.kind != "done" or begun_evaluations(run):
         return
     trainer = attempt_config(run).trainer
+    retention, fence = Retention.of(trainer), partial(require_newest, run, outcome.attempt)
     if trainer.keep_when_done != "all":
-        end_of_run(run, trainer.keep_when_done, Retention.of(trainer), trainer.upload, outcome.attempt)
+        end_of_run(run, trainer.keep_when_done, retention, trainer.upload, outcome.attempt)
+    elif retention.metric:
+        retire(run, retention, values_of(run, retention.metric), fence)

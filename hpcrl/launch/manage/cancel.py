@@ -16,10 +16,11 @@ from hpcrl.errors import ConfigError, RunError, SubmitError
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.requeue.elastic import cancel_pools
-from hpcrl.launch.requeue.evaluation import cancel_evaluation
+from hpcrl.launch.requeue.evaluation import cancel_evaluation, evaluation_job
 from hpcrl.launch.requeue.requests import cancel_others
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome
 from hpcrl.runtime.signals import ask_to_stop, stop_asked
@@ -37,7 +38,8 @@ def cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None] = la
         patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
     A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked. A job that
-    would upload what it has left goes too where it has left nothing, and its evaluation job in any case.
+    would upload what it has left goes too where it has left nothing, and its evaluation job in any case. Of a run that is over, the
+    evaluation job alone is cancelled, while versions wait for it.
     """
     state = _cancel(run, patience_s, waiting)
     if state.over and state.kind == "cancelled":
@@ -51,6 +53,9 @@ def _cancel(run: Run, patience_s: float, waiting: Callable[[RunState], None]) ->
     if state.over and state.kind == "held":
         cancel_outcome(run, state.attempt)
         return states_of([run])[0]
+    if state.over and state.kind != "cancelled" and evaluation_job(run) and begun_evaluations(run):
+        cancel_evaluation(run)
+        return state
     if state.over:
         raise RunError(f"{run.name} is not running: {state.kind} ({state.detail})")
     if state.at_work and patience_s > 0:

@@ -10,7 +10,7 @@ from typing import Literal
 from hpcrl.config import Config
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage.registry import all_runs, states_of
-from hpcrl.launch.requeue.evaluation import cancel_evaluation
+from hpcrl.launch.requeue.evaluation import end_evaluation
 from hpcrl.launch.retention import shrink, uses_of
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.checkpoints import Retention
@@ -71,7 +71,7 @@ def remove(run: Run, keep: Literal["metrics", "last", "export"] | None = None) -
         for path in _large(run):
             discard(path)
         return
-    cancel_evaluation(run)
+    end_evaluation(run)
     submissions, shared = Path(os.path.realpath(run.path.parent / ".slurm")), Path(os.path.realpath(run.slurm))
     homes = own_homes(run)
     discard(run.path)
@@ -88,7 +88,7 @@ def remove(run: Run, keep: Literal["metrics", "last", "export"] | None = None) -
 
 def _give_evaluations_up(run: Run) -> None:
     """Cancel the evaluation job of a run, and keep nothing for versions that it has not evaluated."""
-    cancel_evaluation(run)
+    end_evaluation(run)
     for version in begun_evaluations(run):
         give_up_evaluation(run, version)
 

@@ -33,7 +33,12 @@ SIGNALLED = 128
 
 def cancel_pools(run: Run) -> None:
     """Cancel the elastic pools of a run, if it has any; an overlooked element finds nothing to do and ends."""
-    for pool in _arrays(read_json(run.submission) or {}):
+    cancel_recorded_pools(read_json(run.submission) or {})
+
+
+def cancel_recorded_pools(record: Mapping[str, Any]) -> None:
+    """Cancel the elastic pools that a submission's record names."""
+    for pool in _arrays(record):
         with suppress(SubmitError):  # the job array is over, and Slurm has forgotten it
             cancel_slurm(pool)
 
@@ -51,7 +56,16 @@ def current_attempt(run: Run) -> Attempt | None:
 
 def unwanted(run: Run, pool: str) -> str | None:
     """Return why the elements of the job array `pool` have nothing more to do for a run, or None."""
-    return replaced(run, pool) or ended(run)
+    return None if is_newer(run, pool) else replaced(run, pool) or ended(run)
+
+
+def is_newer(run: Run, array: str) -> bool:
+    """Return whether a job array is newer than all jobs in a run's record: `hpcrl resume` has submitted it, and is about to record it."""
+    record = read_json(run.submission) if run.config.is_file() else None
+    if not record or "pool" not in record:
+        return False
+    recorded = [*requests_of(record).values(), *_arrays(record), *filter(None, [record.get("evaluation")])]
+    return all(int(array) > int(job.partition("_")[0]) for job in recorded)
 
 
 def replaced(run: Run, array: str) -> str | None:

@@ -36,8 +36,8 @@ from hpcrl.launch.agent import agent, evaluation, pool
 from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import ROLLOUT, elastic_pools, with_few_cores
-from hpcrl.launch.requeue.elastic import cancel_pools
-from hpcrl.launch.requeue.evaluation import cancel_evaluation
+from hpcrl.launch.requeue.elastic import cancel_recorded_pools
+from hpcrl.launch.requeue.evaluation import cancel_recorded_evaluation
 from hpcrl.launch.scheduler import not_here
 from hpcrl.launch.sharing import closed_above, share, writing_for
 from hpcrl.launch.submit.executors import (
@@ -55,7 +55,8 @@ from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.checksums import OwnFiles, note_checksums
-from hpcrl.rundir.commit import discard, naming, write_json, write_text
+from hpcrl.rundir.commit import discard, naming, read_json, write_json, write_text
+from hpcrl.rundir.evaluations import MOST_OPEN
 from hpcrl.rundir.layout import COMMIT, Run, root_of
 from hpcrl.rundir.other_roots import make_folders, places_of, require_unused
 from hpcrl.text import printable
@@ -286,8 +287,7 @@ def launch(submission: Submission, local: bool) -> None:
             evaluations = [_start_evaluation(submission, at, own, jobs) for at, own in enumerate(gangs)]
         beside = zip(runs, submission.elements, gangs, arrays, uploads, evaluations, strict=True)
         for run, element, own, pool_jobs, upload, evaluating in beside:
-            cancel_pools(run)  # of an earlier submission
-            cancel_evaluation(run)
+            earlier = read_json(run.submission) or {}
             record = {
                 "executor": "local" if local else "slurm",
                 "host": socket.gethostname(),
@@ -301,6 +301,8 @@ def launch(submission: Submission, local: bool) -> None:
                 "submitted": time.time(),
             }
             write_json(run.submission, record)
+            cancel_recorded_pools(earlier)
+            cancel_recorded_evaluation(earlier)
     except BaseException as error:
         for job in jobs:  # nobody would find it
             job.cancel(check=False)
@@ -343,6 +345,11 @@ def _require_cluster(config: Config) -> None:
     if _lacks_torch(config):
         warnings.append(
             f"slurm.python: not set, so jobs run {sys.executable}, which has no torch here; set it to an interpreter that has hpcrl[job]"
+        )
+    if config.slurm.evaluation.when != "never" and config.trainer.max_steps is None:
+        warnings.append(
+            "slurm.evaluation: without trainer.max_steps it is not known how many versions may wait for it, whose weights stay; "
+            f"the check of disk space counts {MOST_OPEN}"
         )
     for warning in warnings:
         print(printable(f"hpcrl: {warning}"), file=sys.stderr)

@@ -9,14 +9,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hpcrl.config import Config
-from hpcrl.controller.evaluation import begin_evaluation, write_summary
+from hpcrl.controller.evaluation import begin_evaluation
 from hpcrl.launch.requeue.elastic import AGAIN
-from hpcrl.launch.requeue.evaluation import describe_waiting, next_start, nothing_to_do
+from hpcrl.launch.requeue.evaluation import FAILED, describe_waiting, next_start, nothing_to_do, waiting_versions
+from hpcrl.observe.conclude import write_summary
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.evaluations import note_generated
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
+from jobs.evaluation import WaitingVersions
 from tests.launch.agent.test_pool import GANG, POOL, gone, wait_for
 from tests.paths import QUICKSTART
 
@@ -24,6 +31,8 @@ JOB = "12"
 WORKS = """
 import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 run = Path(sys.argv[1])
 (run / "works").write_text(str(os.getpid()))
 time.sleep(60)
@@ -77,6 +86,49 @@ def test_an_error_of_the_run_ends_an_element(tmp_path: Path) -> None:
     assert describe_waiting(run) == "v2: for job 12"
 
 
+def test_a_failure_of_its_own_does_not_end_an_element(tmp_path: Path) -> None:
+    run = make_run(tmp_path, FAILS.replace("4)", "7)"), "slurm.replica_restarts=0")
+    begin_evaluation(run, 2, 1)
+    with element(run) as process:
+        assert process.wait(120) == FAILED
+
+
+def test_damaged_weights_are_passed_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    begin_evaluation(run, 2, 1)
+    note_generated(run, 2, 1, damaged=True)
+    assert waiting_versions(run, 0) == []
+    assert describe_waiting(run) == "v2 (damaged, left out): for job 12"
+    begin_evaluation(run, 2, 2)
+    assert waiting_versions(run, 0) == [2], "another attempt may have trained it again"
+
+
+def test_the_last_element_brings_scores_to_tensorboard(tmp_path: Path) -> None:
+    """The run's own processes are gone."""
+    run = make_run(tmp_path)
+    with MetricsWriter(run, "evaluation-0", 1, None) as writer:
+        writer.write(2, {"eval/all/avg_score": 0.5})
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    with element(run) as process:
+        assert process.wait(120) == 0
+    assert list(run.events.glob("events.out.tfevents.*"))
+
+
+def test_a_version_that_was_trained_again_gets_another_engine(tmp_path: Path) -> None:
+    """vLLM keeps the adapter that it has loaded by that number."""
+    run = make_run(tmp_path)
+    config = attempt_config(run, 1)
+    nothing = cast(Any, None)
+    waiting = WaitingVersions(run, config, 0, 1, [], nothing, None, nothing)
+    engine = cast(Any, SimpleNamespace(version=0))
+    begin_evaluation(run, 2, 1)
+    assert waiting._next(engine) == (2, 1)
+    begin_evaluation(run, 2, 2)
+    begin_evaluation(run, 4, 2)
+    assert waiting._next(engine) is None
+    assert waiting_versions(run, 0) == [2, 4]
+
+
 def test_what_ends_an_element(tmp_path: Path) -> None:
     run = make_run(tmp_path, WORKS, "slurm.evaluation.engines=2")
     assert nothing_to_do(run, JOB, 0) is None, "a version may come"
@@ -93,6 +145,7 @@ def test_what_ends_an_element(tmp_path: Path) -> None:
     assert nothing_to_do(run, JOB, 1) is None, "it waits, though the run is over"
     write_summary(run, 2, {})
     assert nothing_to_do(run, JOB, 1) == "finished"
-    assert nothing_to_do(run, "13", 1) == "the run has another pool, or none any more"
+    assert nothing_to_do(run, "11", 1) == "the run has another pool, or none any more"
+    assert nothing_to_do(run, "13", 1) is None, "`hpcrl resume` has submitted it, and is about to record it"
     run.config.unlink()
     assert nothing_to_do(run, JOB, 1) == "the run is gone"

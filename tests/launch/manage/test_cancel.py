@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.controller.evaluation import begin_evaluation
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.manage import cancel as stop
 from hpcrl.launch.manage.cancel import cancel, requeue
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.state import RunState
+from hpcrl.launch.requeue import evaluation
+from hpcrl.launch.requeue.evaluation import end_evaluation
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import committed_directory, write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -160,3 +163,30 @@ def test_the_evaluation_job_is_taken_away_with_its_run(
 def test_a_record_names_no_option_of_scancel() -> None:
     with pytest.raises(SubmitError, match=r"expected the number of a job to cancel, found '--user=root'"):
         cancel_slurm("--user=root")
+
+
+def test_the_evaluation_of_a_run_that_is_over(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    write_json(run.submission, {**json.loads(run.submission.read_text()), "evaluation": "12"})
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    squeue(monkeypatch, tmp_path, f"12_0|PENDING|{PAST}|None|")
+    cancelled = scancel(tmp_path)
+    with pytest.raises(RunError, match="is not running"):
+        cancel(run, 0.0)
+    begin_evaluation(run, 2, 1)
+    assert cancel(run, 0.0).kind == "done"
+    assert cancelled.read_text() == "12\n"
+
+
+def test_the_end_of_the_evaluation_is_awaited(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    write_json(run.submission, {**json.loads(run.submission.read_text()), "evaluation": "12"})
+    squeue(monkeypatch, tmp_path, f"12_0|RUNNING|{PAST}|None|")
+    scancel(tmp_path)
+    end_evaluation(run)
+    (tmp_path / "bin" / "scancel").write_text("#!/bin/sh\n")
+    squeue(monkeypatch, tmp_path, f"12_0|COMPLETING|{PAST}|None|")
+    monkeypatch.setattr(evaluation, "_LEAVING_S", 0.0)
+    with pytest.raises(RunError, match="evaluation job 12 of mine has not ended yet"):
+        end_evaluation(run)
