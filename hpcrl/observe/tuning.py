@@ -126,7 +126,7 @@ def _more_engines(measured: Measured) -> Proposal | None:
     config, waiting = measured.config, measured.waiting
     share, busy = waiting.share(TRAINER, SAMPLES), 1 - waiting.share(ENGINES)
     engine, elastic = config.generator.inference_engine, config.slurm.elastic.replicas
-    if share < LEAST_SHARE or measured.on_one_machine or engine.remote_urls:
+    if share < LEAST_SHARE or measured.on_one_machine or engine.remote_urls or not config.has_engines:
         return None
     ahead = config.trainer.fully_async.max_staleness_steps > 0
     if ahead and busy < 1 - LEAST_SHARE:  # more of them would wait as well

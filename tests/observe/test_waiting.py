@@ -341,6 +341,12 @@ def test_a_run_without_engines_saves_time_by_fewer_checkpoints(tmp_path: Path) -
     assert proposed(run) == {"trainer.ckpt_mode": "async"}
 
 
+def test_a_run_without_engines_that_waits_for_rows_needs_no_engines(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    write_text(run.config, Config.from_toml([CONFIGS / "sft_tiny.toml"]).to_toml())
+    assert proposed(run) == {}
+
+
 @pytest.mark.parametrize(
     ("call", "queue", "computing", "advised"),
     [(0.1, 0.7, 0.01, True), (0.1, 0.7, 0.9, False), (4e-5, 0.01, 0.2, False), (0.1, 0.0, 0.01, False)],
