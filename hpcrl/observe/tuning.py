@@ -367,7 +367,8 @@ TUNINGS: Sequence[Tuning] = (
     Tuning(
         "with `colocate_all`, [`trainer.fully_async.max_staleness_steps = 1`](placement.md#the-same-gpus-in-turns)",
         "the longest samples of a step hold up its turn",
-        "turns that end with the batch; unfinished samples go on in the next",
+        "1.9 times the samples per second where lengths differ tenfold "
+        "([figures](../benchmarks/RESULTS.md#turns-that-end-with-the-batch))",
     ),
     Tuning(
         "`trainer.placement.colocate_all = false`, with `max_staleness_steps = 1`",
