@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from hpcrl.config import Config
-from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.agent.network import node_address
-from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
+from hpcrl.launch.agent.start import NodeContext, log_to, serve_element
 from hpcrl.launch.nodes import Node
 from hpcrl.launch.requeue.elastic import AGAIN, ended, replaced
 from hpcrl.launch.requeue.evaluation import FAILED, nothing_to_do, waiting_versions
@@ -45,17 +44,8 @@ _POLL_S, _GRACE_S, _SENDING_S = 0.5, 15.0, 600.0
 
 def main(path: str, element: int) -> None:
     """Evaluate what waits for one element of the run at `path`; ends the process."""
-    signals = listen()
-    run, context = Run(Path(path)), NodeContext.here()
-    script = None if context.local else BatchScript(signals)
-    try:
-        status = serve(run, element, context, signals)
-    except HpcrlError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-        status = error.exit_code
-    if script:
-        script.require_its_end()
-    sys.exit(status)
+    run = Run(Path(path))
+    serve_element(lambda context, signals: serve(run, element, context, signals))
 
 
 def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> int:

@@ -7,16 +7,15 @@ run; Slurm may take it away at any time, and the end of its batch script (launch
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
+from hpcrl.errors import SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.held_nodes import HeldNodes
-from hpcrl.launch.agent.start import BatchScript, NodeContext, listen, log_to
+from hpcrl.launch.agent.start import NodeContext, log_to, serve_element
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import pooled_node
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
@@ -79,17 +78,8 @@ class PoolAgent(NodeAgent):
 
 def main(path: str, worker: str, sizes: Sizes | None = None) -> None:
     """Keep a worker of the run at `path` going, rollout-<replica> or scorer-<number>; ends the process."""
-    signals = listen()
-    run, context = Run(Path(path)), NodeContext.here()
-    script = None if context.local else BatchScript(signals)
-    try:
-        status = _serve(run, context, worker, signals, sizes)
-    except HpcrlError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-        status = error.exit_code
-    if script:
-        script.require_its_end()
-    sys.exit(status)
+    run = Run(Path(path))
+    serve_element(lambda context, signals: _serve(run, context, worker, signals, sizes))
 
 
 def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], sizes: Sizes | None) -> int:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import submitit
 
-from hpcrl.errors import RunError
+from hpcrl.errors import HpcrlError, RunError
 from hpcrl.launch.layouts import AttemptLayout, layout_for
 from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed, start_name
 from hpcrl.rundir.commit import make_directory
@@ -98,6 +100,24 @@ class BatchScript:
                 print(f"the batch script was killed, and Slurm sent no SIGTERM for {_KNOWN_S:.0f} s", flush=True)
                 return
             time.sleep(_POLL_S)
+
+
+def serve_element(serve: Callable[[NodeContext, list[int]], int]) -> NoReturn:
+    """Serve as the agent of one element of a job array beside the run's own; end the process with the exit status, or that of an error.
+
+    Args:
+        serve: gets the context of this node and the list in which signals are noted; returns the exit status.
+    """
+    signals, context = listen(), NodeContext.here()
+    script = None if context.local else BatchScript(signals)
+    try:
+        status = serve(context, signals)
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        status = error.exit_code
+    if script:
+        script.require_its_end()
+    sys.exit(status)
 
 
 def await_attempt(run: Run, context: NodeContext, layouts: Sequence[AttemptLayout] = ()) -> Attempt:
