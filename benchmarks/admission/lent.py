@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.admission.play import Play, Replica, Scene
 from hpcrl.controller.dispatch import Dispatcher
 from hpcrl.controller.lending import Lending
+from hpcrl.rundir.process_names import worker_name
 
 ASLEEP, WAKES, AWAKE, FALLS = "asleep", "wakes", "awake", "falls asleep"
 
@@ -45,7 +46,7 @@ class LentPlay(Play):
 
     def __init__(self, scene: Scene, leases: LeaseScene) -> None:
         super().__init__(scene)
-        self._times, names = leases, [f"rollout-{scene.replicas + number}" for number in range(leases.lent)]
+        self._times, names = leases, [worker_name(scene.replicas + number) for number in range(leases.lent)]
         self._dispatcher = Dispatcher(self.admission, self._evaluation, 2, 1, lent=names)
         self._lending = Lending(names, self.admission, self._dispatcher, self._evaluation, scene.batch_size)
         self._states = dict.fromkeys(names, ASLEEP)

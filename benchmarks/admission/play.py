@@ -21,6 +21,7 @@ from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue, eval_group_id
 from hpcrl.controller.prompt_stream import group_id, group_index
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.types import Batch, GroupMeta, SampleMeta
 
 _GOOD, _BAD = [0.0, 1.0], [0.0, 0.0]
@@ -113,7 +114,7 @@ class Play:
         self._composer = self._make_composer(sampling)
         self._evaluation = EvalQueue(1_000_000)
         self._dispatcher = Dispatcher(self.admission, self._evaluation, 2, 1)
-        self._replicas = [Replica(f"rollout-{number}") for number in range(scene.replicas)]
+        self._replicas = [Replica(worker_name(number)) for number in range(scene.replicas)]
         self._by_name = {replica.name: replica for replica in self._replicas}
         self._events = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]()
         self._number = 0

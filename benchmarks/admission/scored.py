@@ -13,6 +13,7 @@ from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.envs.rewards.judged import JudgedRewards
+from hpcrl.rundir.process_names import scorer_name
 from hpcrl.types import Batch, GroupMeta
 
 _MODELS = ("reward-1", "teacher-2")
@@ -64,7 +65,7 @@ class ScoredPlay(Play):
     def __init__(self, scene: Scene, scores: ScoreScene) -> None:
         self._scores = scores
         self._scorers = [
-            Scorer(f"scorer-{number}", model)
+            Scorer(scorer_name(number), model)
             for number, model in enumerate(model for model in _MODELS for _ in range(scores.scorers))
         ]
         rewards = JudgedRewards(1.0, -5.0, 5.0)
