@@ -7,7 +7,7 @@
 # make lerobot install lerobot and compare PI0.5 with its own; LEROBOT_PYTHON=python3.13: with another Python than python3.12
 # make released  install a released model and released tokenizers from packages, and test what becomes of conversations with each
 # make kernels install torchao and Liger's kernels, and test FP8, moments of 8 bits and what is replaced
-# make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
+# make faults  all failure scenarios on a real Slurm, and what `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each; 10,000 requests to vLLM
 # make check   lint, format and types
@@ -21,7 +21,6 @@ ENGINE    ?= transformers
 LEROBOT_PYTHON ?= python3.12
 TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
-FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test learn trackers agents lerobot kernels vision released faults soak fuzz check format slurm egl chromium npm
@@ -74,8 +73,10 @@ kernels: $(VENV)/installed
 	$(PIP) --no-deps --target $(VENV)-kernels torchao==0.18.0 liger-kernel==0.8.5 triton==3.9.0
 	PYTHONPATH=$(VENV)-kernels $(BIN)/pytest -m kernels tests/trainer/kernels
 
+# Scenarios run several at a time in one process, and the others beside each other as those of `make test`.
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)
+	$(BIN)/pytest -m "not soak and not slow" tests/faults
+	$(BIN)/pytest -m "faults_slow and not slow" -n 2 --no-loadscope-reorder --ignore tests/faults
 
 soak: $(VENV)/installed slurm
 	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/faults/test_goodput.py tests/jobs/test_growth.py

@@ -1,7 +1,8 @@
-"""A run that gets more nodes while it runs, and one that loses a node and goes on with the others in the same allocation."""
+"""A run that gets more nodes while it runs, in the same job or in another one, and one that loses a node and goes on with the others."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -36,6 +37,43 @@ def test_a_run_goes_on_with_more_nodes_once_they_are_idle(scenario: Scenario) ->
     reach(scenario, run, last_trained(run) + 3)
     assert "run: cancelled" in scenario.told("cancel", run.name)
     assert len(read_attempts(run)) == 2, "not twice within the hour"
+    groups = Counter(group for step in trained_groups(run) for group in step)
+    assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
+    assert_reported_once(run)
+
+
+@pytest.mark.nodes(5)
+@pytest.mark.faults_slow
+def test_a_larger_request_takes_the_run_over(scenario: Scenario) -> None:
+    """It waits for nodes while the smaller one runs; once it has them that one saves, goes back into the queue and waits for it."""
+    scenario.knobs(latency_s=1.0)
+    settings = {
+        "slurm.requests.small": {"nodes": 2},
+        "slurm.requests.large": {"nodes": 3},
+        "slurm.grow_minutes": 60,
+        "trainer.max_steps": 9000,
+        "trainer.epochs": 100,
+        "slurm.time_minutes": 600,
+    }
+    with drained(scenario, scenario.nodes[2:]):
+        run = scenario.submit({NODES: "1-2", **settings}, pinned=False)
+        reach(scenario, run, 9)
+    jobs = json.loads(run.submission.read_text())["requests"]
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the larger request", PATIENCE_S, run)
+    first, second = read_attempts(run)
+    assert [one.job_id for one in (first, second)] == [jobs["small"], jobs["large"]], scenario.report(run)
+    assert (len(first.hosts), len(second.hosts)) == (2, 3)
+    outcome, growth = outcome_of(run, 1), read_growth(run)
+    assert outcome
+    assert growth
+    assert (outcome.kind, growth.attempt, growth.nodes, growth.job) == ("interrupted", 1, 3, jobs["large"])
+    assert f"job {jobs['large']} has started on 3 nodes" in outcome.message
+    reach(scenario, run, last_trained(run) + 3)
+    assert f"{jobs['small']}, pending: Dependency" in scenario.told("status", run.name)
+    assert scenario.hpcrl("requeue", run.name).returncode == 0
+    scenario.wait(lambda: len(read_attempts(run)) == 3, "either request", PATIENCE_S, run)
+    reach(scenario, run, last_trained(run) + 2)
+    assert "run: cancelled" in scenario.told("cancel", run.name)
     groups = Counter(group for step in trained_groups(run) for group in step)
     assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
     assert_reported_once(run)

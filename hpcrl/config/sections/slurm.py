@@ -294,8 +294,8 @@ class SlurmConfig:
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
 
     grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
-    """Let a run with a range of nodes give them back and start again on more, at most once in so many minutes, such as 60. Slurm has to
-    have them idle, and the restart has to pay (docs/placement.md). Unset: never."""
+    """Let a run start again on more nodes, at most once in so many minutes, such as 60, where the restart pays (docs/placement.md): with
+    a range once Slurm has them idle, and with several requests once a larger one starts. Unset: never."""
 
     nodes: int | str | None = setting(None, range=COUNT, check=_NODES, on_change=SPREAD)
     """Nodes of an attempt, a number or a range such as "2-16". They are divided between trainer and replicas in the ratio of the nodes that

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +35,7 @@ from hpcrl.launch.requeue.requeue import (
     start_name,
 )
 from hpcrl.launch.requeue.room import nodes_of_job, seconds_left, seconds_until_down
+from hpcrl.launch.scheduler import find_job, queue
 from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.claims import give_back
 from hpcrl.rundir.commit import read_json
@@ -129,14 +130,15 @@ def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
             return HERE
         if others:
             patiently(lambda: give_back(run, claimed_start(job)))
-        first = _first_for_growth(run, outcome.attempt, [_job_id(job), *others])
-        start = LATER if first in others else SOON if outcome.kind == "interrupted" else None
-        at_once = [other for other in others if first in (None, other)]
+        first = _first_for_growth(run, outcome.attempt)
+        taken_over = first in others and _runs(first)
+        alone = taken_over or first == _job_id(job)
         requeue_this_job(
-            start=start,
+            start=LATER if taken_over else SOON if outcome.kind == "interrupted" else None,
             exclude=decision.exclude,
-            freed=at_once,
-            freed_later=[other for other in others if other not in at_once],
+            after=first if taken_over else None,
+            freed=[] if alone else others,
+            freed_later=[other for other in others if other != first] if alone else [],
         )
     else:
         cancel_others(run, _job_id(job))
@@ -154,12 +156,20 @@ def _decided(run: Run, job: str, status: int) -> tuple[Outcome, RequeueDecision]
     return outcome, decision
 
 
-def _first_for_growth(run: Run, attempt: int, jobs: Sequence[str]) -> str | None:
-    """Return the one of a run's jobs that goes before the others, if the attempt stopped in order to go on with more nodes; else None."""
+def _first_for_growth(run: Run, attempt: int) -> str:
+    """Return the job that goes before the others, if the attempt stopped in order to go on with more nodes; else an empty text."""
     with suppress(RunError):  # a damaged record is not worth an attempt
         growth = patiently(lambda: read_growth(run))
-        return growth.job if growth and growth.attempt == attempt and growth.job in jobs else None
-    return None
+        return growth.job if growth and growth.attempt == attempt else ""
+    return ""
+
+
+def _runs(job: str) -> bool:
+    """Return whether a job runs, which has then started to take the run over."""
+    with suppress(SubmitError):
+        state = find_job(job, queue(0.0))
+        return state.active and not state.waiting
+    return False
 
 
 def nodes_left(run: Run, job: str) -> int:

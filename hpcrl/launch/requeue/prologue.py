@@ -1,21 +1,25 @@
 """Decides at the beginning of the batch script whether this job is the run, where several requests wait for it (slurm.requests).
 
-    python -m hpcrl.launch.requeue.prologue ELEMENT_LIST
+    python -m hpcrl.launch.requeue.prologue ELEMENT_LIST [REQUEST=MOST_NODES ...]
 
 It claims the run and makes the other jobs wait for this one by a dependency. Slurm drops that when this job ends, and
 hpcrl/launch/requeue/epilogue.py when it is requeued. A job that starts while another one has the run goes back into the queue.
+
+With slurm.grow_minutes the batch script names the requests whose attempts give way to larger ones. Jobs of more nodes than this one
+stay in the queue, and one that starts takes the run over: it asks the attempt to stop, and waits until that has saved.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-import tomli
-
-from hpcrl.errors import SubmitError
+from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.requeue.elastic import current_attempt
 from hpcrl.launch.requeue.epilogue import ended_before, listed_run, patiently
 from hpcrl.launch.requeue.policy import requeue_decision
@@ -27,10 +31,11 @@ from hpcrl.launch.requeue.requeue import (
     set_dependency,
     start_name,
 )
+from hpcrl.launch.requeue.takeover import Takeover, attempt_of, resumes
 from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, find_job, queue
 from hpcrl.rundir.claims import claim, read_claim
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import find_attempt, job_of, outcome_of
+from hpcrl.rundir.ledger import job_of, outcome_of
 from hpcrl.runtime.signals import stop_asked
 
 NOTHING_TO_DO = 3
@@ -40,17 +45,22 @@ _LEAVING_S = 120.0
 _LOOK_S = 1.0
 
 
-def take(run: Run, start: str) -> str | None:
+def take(run: Run, start: str, takeover: Takeover | None = None) -> str | None:
     """Claim the run for this start of a job; return the job that has the run instead, or None.
 
     The claim of a job that has no processes any more counts no longer. An attempt that saves and stops is waited for.
+
+    Args:
+        takeover: asks an attempt on fewer nodes to stop; None: none is asked.
     """
-    own, deadline = job_of(start), time.monotonic() + _LEAVING_S
+    own, deadline = job_of(start), time.monotonic() + _LEAVING_S + (takeover.saving_s if takeover else 0.0)
     while True:
         newest = read_claim(run)
         owner = job_of(newest.start or "")
         other = newest.start is not None and owner != own
         decision = decide_claim(_state(owner) if other else GONE, other and _leaves(run, newest.start))
+        if decision == "yield" and newest.start and takeover and _begins(takeover, newest.start):
+            decision = "wait"
         if decision == "claim":
             if newest.start == start or claim(run, start, newest):
                 return None
@@ -58,6 +68,14 @@ def take(run: Run, start: str) -> str | None:
             return owner
         else:
             time.sleep(_LOOK_S)
+
+
+def _begins(takeover: Takeover, start: str) -> bool:
+    try:
+        return takeover.begins(start)
+    except (SubmitError, RunError) as error:
+        print(f"whether this job should take the run over is not known: {error}", flush=True)
+        return False
 
 
 def decide_claim(owner: JobState, leaves: bool) -> Literal["claim", "yield", "wait"]:
@@ -82,7 +100,7 @@ def _state(job: str) -> JobState:
 
 def _leaves(run: Run, start: str | None) -> bool:
     """Return whether the attempt of a start was asked to stop, or has ended."""
-    attempt = find_attempt(run, start) if start else None
+    attempt = attempt_of(run, start) if start else None
     return attempt is not None and (
         stop_asked(run, attempt.number) is not None or outcome_of(run, attempt.number) is not None
     )
@@ -98,13 +116,9 @@ def over(run: Run, start: str) -> str | None:
     if attempt is None:
         return None
     if outcome_of(run, attempt.number) is None:
-        return None if _resumes(run) else "its attempt is lost, and trainer.resume_mode is none"
+        return None if resumes(run) else "its attempt is lost, and trainer.resume_mode is none"
     decision = requeue_decision(run)
     return None if decision.requeue else decision.why
-
-
-def _resumes(run: Run) -> bool:
-    return tomli.loads(run.config.read_text())["trainer"]["resume_mode"] != "none"
 
 
 def _await_record(run: Run, job: str) -> None:
@@ -114,13 +128,15 @@ def _await_record(run: Run, job: str) -> None:
         time.sleep(_LOOK_S)
 
 
-def main(element_list: Path) -> int:
+def main(element_list: Path, most: Sequence[str]) -> int:
     run, job, start = listed_run(element_list), job_name(), start_name()
     patiently(lambda: _await_record(run, job))
-    owner = patiently(lambda: take(run, start))
+    sizes = {name: int(count) for name, _, count in (one.rpartition("=") for one in most)}
+    takeover = patiently(lambda: Takeover(run, job, int(os.environ.get("SLURM_JOB_NUM_NODES") or "1"), sizes))
+    owner = patiently(lambda: take(run, start, takeover))
     if owner is not None:
         print(f"job {owner} has {run.name}; this one goes back into the queue", flush=True)
-        if not patiently(lambda: _resumes(run)):  # there is no second attempt to wait for
+        if not patiently(lambda: resumes(run)):  # there is no second attempt to wait for
             return NOTHING_TO_DO
         outlive_the_job()
         requeue_this_job(start=None, exclude=(), after=owner)
@@ -128,9 +144,14 @@ def main(element_list: Path) -> int:
     if why := patiently(lambda: over(run, start)):
         print(f"nothing to do: {why}", flush=True)
         return NOTHING_TO_DO
-    set_dependency(patiently(lambda: other_jobs(run, job)), after=job)
+    larger = patiently(takeover.larger)
+    set_dependency(patiently(lambda: [other for other in other_jobs(run, job) if other not in larger]), after=job)
+    if larger:
+        allowed = patiently(takeover.allowed_at)
+        not_before = datetime.fromtimestamp(allowed).isoformat(timespec="seconds") if allowed else None
+        set_dependency(larger, after=None, start=not_before)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

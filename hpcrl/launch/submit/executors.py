@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -171,7 +171,13 @@ def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
         name: layouts_of_request(submission.asked_by(name).layouts, name, one.nodes)
         for name, one in slurm.requests.items()
     }
-    return {name: _slurm_executor(submission, slurm.asked_by(name), name, own) for name, own in layouts.items()}
+    memory = {name: slurm.asked_by(name).gpu_memory_gb for name in layouts}
+    executors = dict[str, ArrayExecutor]()
+    for name, own in layouts.items():
+        # on GPUs with another memory a run has other layouts, and steps of another length
+        alike = {other: each[-1].nodes for other, each in layouts.items() if memory[other] == memory[name]}
+        executors[name] = _slurm_executor(submission, slurm.asked_by(name), name, own, alike)
+    return executors
 
 
 def layouts_of_request(layouts: Sequence[AttemptLayout], request: str, nodes: int | str | None) -> list[AttemptLayout]:
@@ -189,9 +195,17 @@ def layouts_of_request(layouts: Sequence[AttemptLayout], request: str, nodes: in
 
 
 def _slurm_executor(
-    submission: Submission, slurm: SlurmConfig, request: str, layouts: Sequence[AttemptLayout]
+    submission: Submission,
+    slurm: SlurmConfig,
+    request: str,
+    layouts: Sequence[AttemptLayout],
+    most: Mapping[str, int] | None = None,
 ) -> ArrayExecutor:
-    """Return the executor of one request. All elements share one batch script, made from the first."""
+    """Return the executor of one request. All elements share one batch script, made from the first.
+
+    Args:
+        most: nodes that each request for GPUs of the same memory asks for at most.
+    """
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
     survives = len(layouts) > 1 or any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
@@ -224,7 +238,9 @@ def _slurm_executor(
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
         parameters["srun_args"].append("--cpu-bind=none")
     if request:
-        begin = f"{last} -m hpcrl.launch.requeue.prologue {elements}"
+        alike = [shlex.quote(f"{name}={count}") for name, count in (most or {}).items()]
+        words = [elements, *(alike if slurm.grow_minutes is not None else [])]
+        begin = f"{last} -m hpcrl.launch.requeue.prologue {' '.join(words)}"
         parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
     if len(layouts) > 1:
         parameters["setup"] += ["while true; do"]

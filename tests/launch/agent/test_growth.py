@@ -27,7 +27,7 @@ LAYOUTS = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLa
 PROGRAMS = {
     "sinfo": "echo main",
     "squeue": "echo x >> {place}/queued; case $* in *%e*) date -d '+8 hours' +%FT%T;; *PENDING*) cat {place}/pending;; "
-    "*) echo '7_0|RUNNING|N/A|None|/runs/script.sh'; echo '8_0|PENDING|N/A|Dependency|/runs/large.sh';; esac",
+    "*) echo '7_0|RUNNING|N/A|None|/runs/script.sh';; esac",
     "sbatch": 'echo "$@" >> {place}/asked; grep -qx -- "$2" {place}/idle || exit 1\n'
     'echo "sbatch: Job 9 to start at $(date +%FT%T) using 8 processors on nodes n4 in partition main" >&2',
 }
@@ -140,28 +140,16 @@ def test_what_keeps_the_nodes(run: Run, why: str) -> None:
     assert stop_asked(run, 1) is None
 
 
-def test_a_larger_request_is_asked_for_as_a_whole(run: Run) -> None:
-    """Nothing is known of whether its nodes are among those in hand."""
+def test_no_more_nodes_are_looked_for_than_the_request_asks_for(run: Run) -> None:
+    """A larger request waits in the queue itself."""
     write_json(run.submission, {"job_id": "7_0", "requests": {"small": "7_0", "large": "8_0"}})
-    growth = watch(run, "slurm.requests.small.nodes=2", "slurm.requests.large.nodes=5")
-    idle(run, 3)
+    growth = watch(run, "slurm.requests.small.nodes=2-3", "slurm.requests.large.nodes=5")
+    idle(run, 1, 3)
     assert not growth.look()
-    assert asked(run) == ["--test-only --nodes=5 /runs/large.sh"]
-    idle(run, 5)
-    assert not growth.look()
+    assert asked(run) == ["--test-only --nodes=1 /runs/script.sh"]
     assert growth.look()
     assert (found := read_growth(run))
-    assert (found.nodes, found.job) == (5, "8_0")
-
-
-def test_a_request_for_other_gpus_is_not_asked_for(run: Run) -> None:
-    """The attempt knows the layouts of its own request."""
-    write_json(run.submission, {"job_id": "7_0", "requests": {"small": "7_0", "large": "8_0"}})
-    idle(run, 3, 5)
-    memory = ["slurm.gpu_memory_gb=40", "slurm.requests.large.gpu_memory_gb=80"]
-    growth = watch(run, "slurm.requests.small.nodes=2", "slurm.requests.large.nodes=5", *memory)
-    assert not growth.look()
-    assert asked(run) == []
+    assert (found.nodes, found.job) == (3, "7_0")
 
 
 def test_seconds_per_step_by_nodes(run: Run) -> None:

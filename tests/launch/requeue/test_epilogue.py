@@ -145,18 +145,23 @@ def test_other_requests_may_start_once_a_run_is_requeued(tmp_path: Path, monkeyp
         process.kill()
 
 
-def test_the_larger_request_goes_first_where_a_run_grows(tmp_path: Path) -> None:
-    """The job that had the run, and every other one, waits two minutes; in the record of the growth is the one that does not."""
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_a_job_waits_for_the_larger_one_that_takes_its_run_over(tmp_path: Path, state: str) -> None:
+    """Not for one that has given that up: it waits for this job's end, and both would wait for ever."""
 
     def growing(place: Path) -> None:
         two_requests(place)
         write_growth(Run(place / "run"), GrowthRecord(1, 0.0, 5, "8_0"))
+        (place / "bin" / "squeue").write_text(f"#!/bin/sh\necho '8_0|{state}|N/A|None|'\n")
+        (place / "bin" / "squeue").chmod(0o755)
 
     with start_finish(tmp_path, "latest", "interrupted", also=growing) as process:
+        taken_over = ["update JobId=7_0 StartTime=now+2minutes", "update JobId=7_0 Dependency=afterany:8_0"]
+        usual = ["update JobId=8_0 Dependency=", "update JobId=7_0 StartTime=now+2"]
         deadline = time.monotonic() + 60
-        while "now+2" not in (called := _called(tmp_path)) and time.monotonic() < deadline:
+        while _called(tmp_path).count("\n") < 3 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert called == "requeue 7_0\nupdate JobId=8_0 Dependency=\nupdate JobId=7_0 StartTime=now+2minutes\n"
+        assert _called(tmp_path).splitlines() == ["requeue 7_0", *(taken_over if state == "RUNNING" else usual)]
         process.kill()
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ import pytest
 from hpcrl.launch.requeue import prologue
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO, over, take
 from hpcrl.launch.requeue.requests import cancel_others, other_jobs, recorded_requests
+from hpcrl.launch.requeue.takeover import Takeover
+from hpcrl.observe.summary import STEP_SECONDS
 from hpcrl.rundir.claims import RunClaim, claim, give_back, read_claim
 from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Kind, cancel_outcome, open_attempt, report_outcome
-from hpcrl.runtime.signals import ask_to_stop
+from hpcrl.rundir.ledger import Kind, cancel_outcome, open_attempt, read_attempts, report_outcome
+from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.runtime.signals import ask_to_stop, stop_asked, stop_cause
 
 CONFIG = '[trainer]\nresume_mode = "latest"\n[slurm]\ncrash_budget = 2\n'
 
@@ -159,11 +164,12 @@ def test_a_run_that_was_cancelled_in_the_queue_or_while_its_job_was_killed_is_ov
     assert (over(run, "7_0.0") or "").startswith("cancelled")
 
 
-def begin(run: Run, tmp_path: Path, job: str) -> subprocess.CompletedProcess[str]:
+def begin(run: Run, tmp_path: Path, job: str, *most: str) -> subprocess.CompletedProcess[str]:
     """Run the beginning of a batch script."""
     write_json(tmp_path / "elements.json", [str(run.path)])
-    environment = {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": "0"}
-    command = [sys.executable, "-m", "hpcrl.launch.requeue.prologue", str(tmp_path / "elements.json")]
+    nodes = {"7": "4", "8": "2"}[job]
+    environment = {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NUM_NODES": nodes}
+    command = [sys.executable, "-m", "hpcrl.launch.requeue.prologue", str(tmp_path / "elements.json"), *most]
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
     )
@@ -181,6 +187,87 @@ def test_the_job_that_has_the_run_makes_the_others_wait(
     give_back(run, "7_0.0")
     done = begin(run, tmp_path, "8")
     assert (done.returncode, "nothing to do: done: finished" in done.stdout) == (NOTHING_TO_DO, True), done
+
+
+@pytest.fixture
+def growing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Job 8_0 has the run on two nodes, and a larger one has started; 200 steps of a minute are left."""
+    write_text(run.config, CONFIG + "grow_minutes = 60\nsignal_seconds = 20\n")
+    slurm(tmp_path, monkeypatch, _7_0="RUNNING", _8_0="RUNNING")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(squeue.read_text().replace("cat", "case $* in *%e*) exec date -d '+8 hours' +%FT%T; esac\ncat"))
+    monkeypatch.setattr(prologue, "_LEAVING_S", -20.0)
+    assert take(run, "8_0.0") is None
+    return run
+
+
+def train(run: Run, steps: int, total: int) -> None:
+    """Open the attempt of job 8_0, and let it train steps of a minute."""
+    attempt = open_attempt(run, "8_0.0", ["n1", "n2"])
+    times = [{"step": step, "time": attempt.started + 60 * step} for step in range(1, steps + 1)]
+    run.metrics.mkdir()
+    lines = [json.dumps({"attempt": 1, **each, "metrics": {STEP_SECONDS: 60.0}}) for each in times]
+    run.metrics_of("trainer").write_text("\n".join(lines))
+    StatusWriter(run, "trainer", 1).write("a step", total=total)
+
+
+def takes_over(run: Run, nodes: int, most: dict[str, int]) -> bool:
+    """Return whether job 7_0 asks the attempt of job 8_0 to stop."""
+    assert take(run, "7_0.0", Takeover(run, "7_0", nodes, most)) == "8_0"
+    return stop_asked(run, 1) is not None
+
+
+@pytest.mark.parametrize("steps", [12, 1])
+def test_a_larger_request_takes_the_run_over(growing: Run, steps: int) -> None:
+    """One step measures nothing, and is little to lose."""
+    train(growing, steps, total=212)
+    assert takes_over(growing, 4, {"large": 4, "small": 2})
+    assert stop_cause(growing, 1) == "job 7_0 has started on 4 nodes"
+    found = read_growth(growing)
+    assert found
+    assert (found.attempt, found.nodes, found.job) == (1, 4, "7_0")
+
+
+def test_an_attempt_that_has_not_begun_is_waited_for(growing: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prologue, "_LEAVING_S", 30.0)
+    monkeypatch.setattr(prologue, "_LOOK_S", 0.0)
+
+    def go_on(_: float) -> None:
+        if not read_attempts(growing):
+            train(growing, 1, total=200)
+        elif stop_asked(growing, 1):
+            give_back(growing, "8_0.0")
+
+    monkeypatch.setattr(prologue.time, "sleep", go_on)
+    assert take(growing, "7_0.0", Takeover(growing, "7_0", 4, {"large": 4, "small": 2})) is None
+    assert stop_asked(growing, 1) == "interrupted"
+
+
+@pytest.mark.parametrize("why", ["not larger", "few steps", "recently", "other GPUs", "switched off", "never resumes"])
+def test_what_keeps_a_larger_request_from_taking_the_run_over(growing: Run, why: str) -> None:
+    train(growing, 12, total=13 if why == "few steps" else 212)
+    if why == "recently":
+        write_growth(growing, GrowthRecord(1, time.time() - 3000, 3, "8_0"))
+    elif why == "never resumes":
+        write_text(growing.config, growing.config.read_text().replace("latest", "none"))
+    most = {"other GPUs": {"large": 4}, "switched off": {}}.get(why, {"large": 4, "small": 2})
+    assert not takes_over(growing, 2 if why == "not larger" else 4, most)
+
+
+@pytest.mark.parametrize("lately", [False, True])
+def test_larger_requests_wait_on_in_the_queue(growing: Run, tmp_path: Path, lately: bool) -> None:
+    """Not before the run may grow again."""
+    now = time.time()
+    if lately:
+        write_growth(growing, GrowthRecord(1, now - 600, 3, "8_0"))
+    give_back(growing, "8_0.0")
+    done = begin(growing, tmp_path, "8", "large=4", "small=2")
+    assert done.returncode == 0, done.stderr
+    start = f" StartTime={datetime.fromtimestamp(now + 3000).isoformat(timespec='seconds')}" if lately else ""
+    assert (tmp_path / "called").read_text() == f"scontrol update JobId=7_0 Dependency={start}\n"
+    give_back(growing, "8_0.0")
+    begin(growing, tmp_path, "7", "large=4", "small=2")
+    assert (tmp_path / "called").read_text().endswith("scontrol update JobId=8_0 Dependency=afterany:7_0\n")
 
 
 def test_a_run_that_never_resumes_has_one_start(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

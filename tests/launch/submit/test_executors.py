@@ -181,6 +181,23 @@ def test_each_request_is_a_batch_script_and_the_other_jobs_wait_for_all_of_them(
     assert ["requeue.prologue " in text for text in scripts.values()] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], ["", "", ""]),
+        (["slurm.grow_minutes=60"], [" large=5 small=2 old=5"] * 3),
+        (["slurm.grow_minutes=60", "slurm.requests.old.gpu_memory_gb=40"], [" large=5 small=2"] * 2 + [" old=5"]),
+    ],
+)
+def test_requests_give_way_to_larger_ones_on_such_gpus(tmp_path: Path, settings: list[str], words: list[str]) -> None:
+    requests = ["slurm.requests.large.nodes=3-5", "slurm.requests.small.nodes=2", "slurm.requests.old.nodes=5"]
+    config = Config.from_toml([QUICKSTART], ["trainer.placement.policy_num_nodes=1-4", *requests, *settings])
+    scripts = batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))
+    assert [re.findall(r"requeue\.prologue \S+\.json(.*?) \|\|", text) for text in scripts.values()] == [
+        [one] for one in words
+    ]
+
+
 @pytest.mark.parametrize(("when", "dependency"), [("during", "after:JOB_0"), ("after", "afterany:JOB_0")])
 def test_the_evaluation_job_has_a_request_of_its_own(tmp_path: Path, when: str, dependency: str) -> None:
     settings = [
