@@ -1,6 +1,7 @@
 """A run among the jobs of a busy cluster, in virtual time: hours from submission to the last step, goodput and node hours.
 
-    python benchmarks/replay_cluster.py [--nodes 64 | --swf FILE] [--load 0.8] [--size 16] [--steps 240] [--preempt-minutes M] [--seeds 15]
+    python benchmarks/replay_cluster.py [--nodes 64 | --swf FILE] [--load 0.8] [--size 16] [--steps 240]
+        [--preempt-minutes M] [--grow-minutes 60] [--seeds 15]
 
 The product decides which layout an attempt takes (hpcrl/launch/layouts.py), whether the run is requeued, which request yields, and when it grows
 (hpcrl/launch/requeue). Slurm is a queue by time of arrival with EASY backfill; a job that is requeued, or released, arrives then.
@@ -46,7 +47,7 @@ SOON_S, REQUEUED_S = (
     float(SOON.removeprefix("now+")),
     120.0,
 )  # a requeued job waits Slurm's two minutes unless it was interrupted
-LOOK_S, GROWS_EVERY_S = 300.0, HOUR
+LOOK_S = 300.0
 MEASURED_STEPS = 5  # fewer give an attempt no seconds per step
 TAKEN, TAKEN_S = 1, HOUR  # nodes of a job that preempts the run, and for how long
 
@@ -223,6 +224,7 @@ class Times:
         preempt_s: after which an attempt is preempted.
         grows: onto idle nodes, while no other job waits.
         takes_over: a larger request waits on while a smaller one runs, and takes the run over when it starts.
+        grow_minutes: least time between two of these.
     """
 
     steps: int = 240
@@ -232,6 +234,7 @@ class Times:
     preempt_s: float = math.inf
     grows: bool = False
     takes_over: bool = False
+    grow_minutes: float = 60.0
 
 
 class RunPlay:
@@ -281,8 +284,8 @@ class RunPlay:
         self._owner = request
         for other in self._layouts:
             other.held = other is not request and not (times.takes_over and other.most > request.nodes)
-            if grew_lately(now, self._grown, GROWS_EVERY_S) and not other.held and other is not request:
-                other.eligible = self._grown + GROWS_EVERY_S
+            if other is not request and not other.held and grew_lately(now, self._grown, 60 * times.grow_minutes):
+                other.eligible = self._grown + 60 * times.grow_minutes
                 self._cluster.at(other.eligible, lambda: None)
         self._layout = layout = layout_for(self._layouts[request], request.nodes)
         number = len(self._attempts) + 1
@@ -308,9 +311,8 @@ class RunPlay:
         request, now = self._owner, self._cluster.now
         if request is None or self._stops or number != len(self._attempts):
             return
-        if self._growth(request, request.nodes + self._cluster.idle()) and not grew_lately(
-            now, self._grown, GROWS_EVERY_S
-        ):
+        lately = grew_lately(now, self._grown, 60 * self._times.grow_minutes)
+        if not lately and self._growth(request, request.nodes + self._cluster.idle()):
             self._grown = now
             self._stop(number, "interrupted")
         else:
@@ -445,6 +447,7 @@ def main() -> None:
         "steps": 240,
         "start-seconds": 80.0,
         "preempt-minutes": math.inf,
+        "grow-minutes": 60.0,
         "seeds": 15,
     }
     for name, default in numbers.items():
@@ -453,7 +456,8 @@ def main() -> None:
     nodes, jobs = read_swf(given.swf) if given.swf else (given.nodes, [])
     found = dict[str, list[RunPlay]]()
     for name, (settings, growth) in kinds_of_runs(given.size).items():
-        times = Times(given.steps, start_s=given.start_seconds, preempt_s=60 * given.preempt_minutes, **growth)
+        preempt_s, every = 60 * given.preempt_minutes, given.grow_minutes
+        times = Times(given.steps, start_s=given.start_seconds, preempt_s=preempt_s, grow_minutes=every, **growth)
         for seed in range(given.seeds):
             trace = repeated_jobs(nodes, jobs, given.load, seed) if jobs else drawn_jobs(nodes, given.load, seed)
             found.setdefault(name, []).append(play(nodes, trace, settings, times, seed))

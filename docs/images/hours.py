@@ -12,11 +12,12 @@ from statistics import median
 
 from benchmarks.replay_cluster import HOUR, Times, drawn_jobs, kinds_of_runs, play
 
-CLUSTER, LOAD, SIZE, STEPS, PREEMPT_MINUTES, SEEDS = 64, 0.8, 16, 240, 30, 15
+CLUSTER, LOAD, SIZE, STEPS, PREEMPT_MINUTES, GROW_MINUTES, SEEDS = 64, 0.8, 16, 240, 30, 20, 15
 ROWS = {
     "fixed": f"{SIZE} nodes",
     "range, shorter limits": f"a range, 2 to {SIZE} nodes",
     "two requests": f"two requests: {SIZE} nodes, and 2 to {SIZE // 2}",
+    "the larger takes over": f"the same, slurm.grow_minutes = {GROW_MINUTES}",
 }
 LEFT, WIDTH, TOP, ROW = 290, 640, 60, 50
 
@@ -28,9 +29,8 @@ def main() -> None:
 
 def _played(name: str, seed: int) -> float:
     settings, own = kinds_of_runs(SIZE)[name]
-    run = play(
-        CLUSTER, drawn_jobs(CLUSTER, LOAD, seed), settings, Times(STEPS, preempt_s=60 * PREEMPT_MINUTES, **own), seed
-    )
+    times = Times(STEPS, preempt_s=60 * PREEMPT_MINUTES, grow_minutes=GROW_MINUTES, **own)
+    run = play(CLUSTER, drawn_jobs(CLUSTER, LOAD, seed), settings, times, seed)
     return (run.ended - run.submitted) / HOUR
 
 
