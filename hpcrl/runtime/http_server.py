@@ -32,6 +32,8 @@ MAX_BODY = 16 << 20
 MOST_CONNECTIONS = 4096
 ADMITTED = "hpcrl.admitted"
 """Key of the scope of a request that a proof has admitted."""
+WAITING = "hpcrl.waiting"
+"""Key of the scope of a request whose body the application will read later: meanwhile its connection is not idle."""
 _LONGEST_HEAD = 64 << 10  # bytes of a request before its body
 _LEAST_BODY = 64 << 10  # bytes of a body that keep its connection for another IDLE_S
 _ACCEPTED, _WAITING = (
@@ -184,17 +186,18 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(receive: Receive, hold: Callable[[int], object] = lambda _: None) -> bytes:
-    """Return the body of a request; Refused with 413 where it is larger than MAX_BODY.
+def body_size(given: Mapping[str, str]) -> int:
+    """Return the most bytes that `read_body` reads of a request with these headers."""
+    length = given.get("content-length", "")
+    return min(MAX_BODY, int(length)) if length.isdecimal() else MAX_BODY
 
-    Args:
-        hold: called with the bytes of each part that has come; it may refuse them.
-    """
+
+async def read_body(receive: Receive) -> bytes:
+    """Return the body of a request; Refused with 413 where it is larger than MAX_BODY."""
     body = bytearray()
     while True:
         message = await receive()
-        body += (part := message.get("body", b""))
-        hold(len(part))
+        body += message.get("body", b"")
         if len(body) > MAX_BODY:
             raise Refused(413, f"request larger than {MAX_BODY} bytes")
         if not message.get("more_body", False):
@@ -281,6 +284,7 @@ class BoundedConnection(AutoHTTPProtocol):
 
     def _look(self) -> None:
         asked = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
+        asked = asked or (self.cycle is not None and WAITING in self.cycle.scope)
         unread = self.transport.get_write_buffer_size()
         # one that is used all the time is between two requests most of the time
         idle = not asked and not unread and self.cycle is self._seen and self._body < _LEAST_BODY

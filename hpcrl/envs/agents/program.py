@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from hpcrl.config.sections.environment import AgentContainerConfig
 from hpcrl.envs.base import Endpoint
 
-_KEPT_BACK = ("HPCRL_", "REMOTE_REWARD_")
+_KEPT_BACK = ("HPCRL_", "REMOTE_REWARD_", "ANTHROPIC_AUTH_TOKEN")  # the last one Anthropic's client prefers to a key
 _HANDED_ON = "APPTAINERENV_"  # what Apptainer hands on under the name without it
 _IN_DIRECTORY = ("sh", "-c", 'cd "$0" && exec "$@"')
 
@@ -69,7 +69,9 @@ def _parts(mount: str) -> tuple[str, str, str]:
 
 
 def _asked(endpoint: Endpoint) -> dict[str, str]:
-    return {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.key, "HPCRL_MODEL": endpoint.model}
+    openai = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.key}
+    anthropic = {"ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": endpoint.key}
+    return {**openai, **anthropic, "HPCRL_MODEL": endpoint.model}
 
 
 def _direct(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:

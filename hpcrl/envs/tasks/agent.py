@@ -30,10 +30,11 @@ class Agent(AgentEnvironment):
 
     A program is started for each sample in an empty directory of its own, and finds in its environment
 
-        OPENAI_BASE_URL, OPENAI_API_KEY   where the policy answers, and the key of this sample
-        HPCRL_MODEL                       the policy's name in requests
-        HPCRL_ROW                         a JSON file: the columns of the row, with its messages as `prompt`
-        HPCRL_REWARD                      the JSON file that it is to write: `reward`, and if it likes `metrics`, an object of numbers
+        OPENAI_BASE_URL, OPENAI_API_KEY         where the policy answers, and the key of this sample
+        ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same for Anthropic's clients
+        HPCRL_MODEL                             the policy's name in requests
+        HPCRL_ROW                               a JSON file: the columns of the row, with its messages as `prompt`
+        HPCRL_REWARD                            the JSON file that it is to write: `reward`, and if it likes `metrics`, an object of numbers
 
     A service that keeps agents running gets the same, and answers with the reward or posts it to the endpoint.
 

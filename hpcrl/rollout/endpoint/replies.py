@@ -1,19 +1,26 @@
-"""Answers in OpenAI's protocol, whole and as events while they are generated."""
+"""Answers of chat completions and completions, whole and as events while they are generated; models and errors of all protocols."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from hpcrl.rollout.endpoint.requests import Request
 from hpcrl.rollout.endpoint.session import SessionAnswer
+from hpcrl.rollout.endpoint.thoughts import Decode
 from hpcrl.runtime.http_server import json_body
 
-Decode = Callable[[list[int]], str]
+_ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+}  # of other statuses: invalid_request_error
 
 
 def reply(request: Request, answers: Sequence[SessionAnswer], name: str, decode: Decode) -> dict[str, Any]:
@@ -46,7 +53,9 @@ class Events:
         self._head = _head(request, name, "chat.completion.chunk" if self._chat else "text_completion")
         self._told, self._offsets = Counter[int](), Counter[int]()
 
-    def piece(self, number: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
+    def piece(
+        self, _prompt: Sequence[int], number: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float]
+    ) -> bytes:
         """Return the event of a piece of a choice; empty where it has no text and no log-probabilities."""
         if not text and not self._request.logprobs:
             return b""
@@ -79,15 +88,28 @@ class Events:
 
 
 def models(name: str) -> dict[str, Any]:
-    return {"object": "list", "data": [described(name)]}
+    """Return the list of models, as the clients of OpenAI and of Anthropic read it."""
+    return {"object": "list", "data": [described(name)], "has_more": False, "first_id": name, "last_id": name}
 
 
 def described(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "hpcrl"}
+    of_anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "hpcrl", **of_anthropic}
 
 
-def event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json_body(content) + b"\n\n"
+def error(status: int, code: str | None, message: str) -> dict[str, Any]:
+    """Return the body of a refusal, as the clients of OpenAI and of Anthropic read it."""
+    kind = _ERRORS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message, "param": None, "code": code}}
+
+
+def event(content: Mapping[str, Any], kind: str = "") -> bytes:
+    """Return a server-sent event, with its kind where the protocol names it."""
+    return (f"event: {kind}\n".encode() if kind else b"") + b"data: " + json_body(content) + b"\n\n"
+
+
+def arguments_of(call: Mapping[str, Any]) -> str:
+    return json.dumps(call["arguments"])
 
 
 def _head(request: Request, name: str, kind: str) -> dict[str, Any]:
@@ -105,7 +127,7 @@ def _message(answer: SessionAnswer, name: str, at: int) -> dict[str, Any]:
         {
             "id": f"call_{name}_{at}_{place}",
             "type": "function",
-            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            "function": {"name": call["name"], "arguments": arguments_of(call)},
         }
         for place, call in enumerate(answer.calls)
     ]

@@ -1,8 +1,9 @@
-"""Parses requests in OpenAI's protocol."""
+"""Parses requests of chat completions and completions; the other protocols rewrite theirs as chat completions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.data.chat.messages import read_messages, read_tools
@@ -10,7 +11,7 @@ from hpcrl.errors import DataError
 from hpcrl.runtime.http_server import BadRequest, Refused, parse_json
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_NAMES = ("name", "tool_call_id", "tool_calls")
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # characters
 _MOST_MARKS = 1_000_000  # json.loads holds Python's lock, for 2 s where 15 MiB are empty lists, and no other sample is answered meanwhile
 
@@ -51,6 +52,9 @@ class Request:
         stream: whether the answer is sent as events; usage is one of them if `usage`.
         logprobs: whether the answers have log-probabilities.
         size: of the body in bytes, at least as many as its texts have characters.
+        previous: name of an answer of the session whose conversation comes before the messages.
+        instructions: number of first messages that later answers with `previous` do not have before them.
+        repeated: fields of the body that the response repeats.
     """
 
     model: str
@@ -64,11 +68,23 @@ class Request:
     usage: bool
     logprobs: bool
     size: int
+    previous: str | None = None
+    instructions: int = 0
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 def chat_request(content: bytes) -> Request:
     """Parse a body of /v1/chat/completions. Raises BadRequest where it is not as expected."""
-    body = _object(content)
+    return parsed_chat(read_object(content), len(content))
+
+
+def parsed_chat(body: Mapping[str, Any], size: int, **more: Any) -> Request:
+    """Return the request of a parsed body of /v1/chat/completions; errors as of `chat_request`.
+
+    Args:
+        size: of the body in bytes.
+        more: fields of the request that chat completions do not have.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: expected a list of chat messages")
@@ -87,14 +103,15 @@ def chat_request(content: bytes) -> Request:
         messages=messages,
         tools=[] if body.get("tool_choice") == "none" else tools,
         logprobs=bool(body.get("logprobs")),
-        size=len(content),
+        size=size,
         **_common(body, body.get("max_tokens") if tokens is None else tokens),
+        **more,
     )
 
 
 def completion_request(content: bytes) -> Request:
     """Parse a body of /v1/completions; as `chat_request`."""
-    body = _object(content)
+    body = read_object(content)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -110,7 +127,7 @@ def completion_request(content: bytes) -> Request:
     return Request(prompt=prompt, tools=[], logprobs=logprobs, size=len(content), **common)
 
 
-def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
+def _common(body: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
     n, stop = body.get("n") or 1, body.get("stop") or []
     if not _is_number(n) or not 1 <= n <= MOST_OPEN:
         raise BadRequest(f"n: expected 1 to {MOST_OPEN}")
@@ -134,7 +151,8 @@ def _common(body: dict[str, Any], tokens: Any) -> dict[str, Any]:
     }
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def read_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body. Raises BadRequest where there is none, or it has too many parts."""
     if sum(map(content.count, b'[{,"')) > _MOST_MARKS:
         raise BadRequest(f"expected at most {_MOST_MARKS:,} brackets, commas and quotation marks in a body")
     body = parse_json(content)
@@ -152,8 +170,8 @@ def _message(value: Any) -> dict[str, Any]:
     role = value.get("role") if isinstance(value, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(f"messages: expected objects with a role, one of {', '.join(_ROLES)}")
-    named = {name: value[name] for name in _NAMES if value.get(name) is not None}
-    for name in ("name", "tool_call_id"):
+    named = {name: value[name] for name in (*_TEXTS, "tool_calls") if value.get(name)}
+    for name in _TEXTS:
         if not isinstance(named.get(name, ""), str):
             raise BadRequest(f"messages: {name} is a text")
     content = value.get("content")

@@ -1,6 +1,7 @@
-"""OpenAI's protocol for the policy of a replica: a server in the rollout worker, with one key per sample.
+"""OpenAI's and Anthropic's protocols for the policy of a replica: a server in the rollout worker, with one key per sample.
 
-    POST /v1/chat/completions, /v1/completions, /v1/score      GET /v1/models, /v1/models/{model}
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/score
+    GET  /v1/models, /v1/models/{model}
 
 A key is a session, which is one sample while its environment plays it; it shows in no file and no log.
 """
@@ -12,11 +13,12 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import NODE
@@ -26,7 +28,9 @@ from hpcrl.data.tokenizer import decoder
 from hpcrl.data.vision.reader import ImageReader
 from hpcrl.envs.base import Endpoint
 from hpcrl.errors import EngineError, HpcrlError, RunError
-from hpcrl.rollout.endpoint.replies import Events, described, event, models, reply
+from hpcrl.rollout.endpoint.anthropic_messages import MessageEvents, message_reply, messages_request
+from hpcrl.rollout.endpoint.openai_responses import ResponseEvents, response_reply, responses_request
+from hpcrl.rollout.endpoint.replies import Events, described, error, event, models, reply
 from hpcrl.rollout.endpoint.requests import (
     Declined,
     Request,
@@ -35,17 +39,20 @@ from hpcrl.rollout.endpoint.requests import (
     session_ended,
     session_over,
 )
-from hpcrl.rollout.endpoint.session import MOST_HELD, Say, Session
+from hpcrl.rollout.endpoint.session import MOST_HELD, Say, Session, SessionAnswer
+from hpcrl.rollout.endpoint.thoughts import Decode
 from hpcrl.runtime.http_server import (
     ADMITTED,
     JSON,
     REFUSED,
+    WAITING,
     BadRequest,
     Receive,
     Refused,
     Scope,
     Send,
     bind,
+    body_size,
     headers_of,
     json_body,
     read_body,
@@ -56,10 +63,44 @@ from hpcrl.runtime.http_server import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PARSERS: dict[str, Callable[[bytes], Request]] = {
-    "/v1/chat/completions": chat_request,
-    "/v1/completions": completion_request,
+
+class _Stream(Protocol):
+    """An answer as events while it is generated."""
+
+    def piece(
+        self, prompt: Sequence[int], number: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float], /
+    ) -> bytes:
+        """Return the events of a piece, as of `Tell`."""
+        ...
+
+    def end(self, answers: Sequence[SessionAnswer]) -> Iterator[bytes]:
+        """Return the events of the rest."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """How the requests of a path are read and answered.
+
+    Attributes:
+        prefix: of names of answers.
+        named: whether later requests may go on from an answer by its name.
+    """
+
+    parse: Callable[[bytes], Request]
+    prefix: str
+    reply: Callable[[Request, Sequence[SessionAnswer], str, Decode], dict[str, Any]]
+    events: Callable[[Request, str, Decode], _Stream]
+    named: bool = False
+
+
+_PROTOCOLS = {
+    "/v1/chat/completions": _Protocol(chat_request, "chatcmpl-", reply, Events),
+    "/v1/completions": _Protocol(completion_request, "cmpl-", reply, Events),
+    "/v1/messages": _Protocol(messages_request, "msg_", message_reply, MessageEvents),
+    "/v1/responses": _Protocol(responses_request, "resp_", response_reply, ResponseEvents, named=True),
 }
+_COUNT = "/v1/messages/count_tokens"
 _MODELS, _SCORE = "/v1/models", "/v1/score"
 _OVER = 4096  # keys of ended samples, whose programs get an error
 _SHUT_S = 5.0
@@ -91,7 +132,8 @@ class PolicyServer:
         self._decode = decoder(tokenizer)
         self._sessions = dict[bytes, Session]()
         self._over = dict[bytes, Callable[[], Declined]]()
-        self._threads, self._held = ThreadPoolExecutor(_THREADS, "large-requests"), 0
+        self._threads = ThreadPoolExecutor(_THREADS, "large-requests")
+        self._held, self._released = 0, asyncio.Event()
 
     @asynccontextmanager
     async def session(self, say: Say, params: SamplingParams) -> AsyncIterator[tuple[Session, Endpoint]]:
@@ -113,41 +155,53 @@ class PolicyServer:
             while len(self._over) > _OVER:
                 del self._over[next(iter(self._over))]
             session.end()
+            self._released.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
         stream = _EventStream(send)
         try:
-            session = self._of(headers_of(scope).get("authorization", ""))
+            session = self._of(headers_of(scope))
             scope[ADMITTED] = True
             await session.admit()
-            if (scope["method"], scope["path"]) == ("GET", _MODELS):
-                return await send_body(send, 200, json_body(models(self._model)), JSON)
-            if scope["method"] == "GET" and scope["path"].startswith(f"{_MODELS}/"):
-                self._require(scope["path"].removeprefix(f"{_MODELS}/"))
-                return await send_body(send, 200, json_body(described(self._model)), JSON)
-            if (scope["method"], scope["path"]) == ("POST", _SCORE):
-                with self._holding(session) as hold:
-                    session.take_score(await read_body(receive, hold))
-                return await send_body(send, 200, json_body({}), JSON)
-            parser = _PARSERS.get(scope["path"])
-            if parser is None or scope["method"] != "POST":
-                raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {', '.join([*_PARSERS, _SCORE])}")
-            with self._holding(session) as hold:
-                body = await read_body(receive, hold)
-                request = await session.compute(len(body), parser, body)
-                del body
-                self._require(request.model)
-                await self._answer(session, request, receive, send, stream)
+            if scope["method"] == "GET" and f"{scope['path']}/".startswith(f"{_MODELS}/"):
+                return await self._describe(scope["path"].removeprefix(_MODELS).removeprefix("/"), send)
+            known = scope["path"] in (*_PROTOCOLS, _COUNT, _SCORE)
+            if not known or scope["method"] != "POST":
+                paths = ", ".join([*_PROTOCOLS, _COUNT, _SCORE])
+                raise Declined(404, "not_found", f"expected GET {_MODELS}, or POST {paths}")
+            async with self._holding(session, scope):
+                body = await read_body(receive)
+                await self._post(session, scope["path"], body, receive, send, stream)
         except Refused as refusal:
             await _refuse(send, stream, refusal, JSON if ADMITTED in scope else REFUSED)
-        except (BadRequest, HpcrlError) as error:
-            broken = isinstance(error, EngineError)
+        except (BadRequest, HpcrlError) as problem:
+            broken = isinstance(problem, EngineError)
             code = "engine_failed" if broken else "invalid_request"
-            await _refuse(send, stream, Declined(500 if broken else 400, code, str(error)))
+            await _refuse(send, stream, Declined(500 if broken else 400, code, str(problem)))
         except asyncio.CancelledError:  # with all tasks: the replica has failed, or the run ends
             await _refuse(send, stream, session_over())
         return None
+
+    async def _describe(self, model: str, send: Send) -> None:
+        if model:
+            self._require(model)
+        found = described(self._model) if model else models(self._model)
+        await send_body(send, 200, json_body(found), JSON)
+
+    async def _post(
+        self, session: Session, path: str, body: bytes, receive: Receive, send: Send, stream: _EventStream
+    ) -> None:
+        if path == _SCORE:
+            session.take_score(body)
+            return await send_body(send, 200, json_body({}), JSON)
+        protocol = _PROTOCOLS[path.removesuffix("/count_tokens")]
+        request = await session.compute(len(body), protocol.parse, body)
+        del body
+        self._require(request.model)
+        if path == _COUNT:
+            return await send_body(send, 200, json_body({"input_tokens": await session.count(request)}), JSON)
+        return await self._answer(session, protocol, session.resolved(request), receive, send, stream)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -156,40 +210,55 @@ class PolicyServer:
     def _longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
 
-    @contextmanager
-    def _holding(self, session: Session) -> Iterator[Callable[[int], None]]:
-        """Count the bytes of a body as long as the block lasts; what is yielded declines those that are too many."""
-        held = 0
+    @asynccontextmanager
+    async def _holding(self, session: Session, scope: Scope) -> AsyncIterator[None]:
+        """Count the bytes of a body as long as the block lasts, once there is room for them.
 
-        def hold(count: int) -> None:
-            nonlocal held
-            held, session.held, self._held = held + count, session.held + count, self._held + count
-            if session.held > MOST_HELD or self._held > _MOST_HELD:
-                raise Declined(429, "too_many_bytes", "too many bytes of other requests are under way", retry=1)
-
+        They are counted before any is read: bodies read in part would wait for each other. Raises Declined if the sample ends meanwhile.
+        """
+        size = body_size(headers_of(scope))
+        while session.held + size > MOST_HELD or self._held + size > _MOST_HELD:
+            scope[WAITING] = True
+            self._released.clear()
+            await self._released.wait()
+            session.check_open()
+        scope.pop(WAITING, None)
+        session.held += size
+        self._held += size
         try:
-            yield hold
+            yield
         finally:
-            session.held -= held
-            self._held -= held
+            session.held -= size
+            self._held -= size
+            self._released.set()
 
     def _require(self, model: str) -> None:
         if model != self._model:
             raise Declined(404, "model_not_found", f"there is only the model {self._model!r}")
 
-    def _of(self, authorization: str) -> Session:
-        digest = _digest(authorization.removeprefix("Bearer "))
-        if session := self._sessions.get(digest):
-            return session
-        if reason := self._over.get(digest):
-            raise reason()
+    def _of(self, headers: Mapping[str, str]) -> Session:
+        """Return the session of a key, which OpenAI's and Anthropic's clients send in different headers."""
+        given = (headers.get("authorization", "").removeprefix("Bearer "), headers.get("x-api-key", ""))
+        digests = [_digest(key) for key in given]
+        for digest in digests:
+            if session := self._sessions.get(digest):
+                return session
+        for digest in digests:
+            if reason := self._over.get(digest):
+                raise reason()
         raise Declined(401, "invalid_api_key", "no sample that is under way has this key")
 
     async def _answer(
-        self, session: Session, request: Request, receive: Receive, send: Send, stream: _EventStream
+        self,
+        session: Session,
+        protocol: _Protocol,
+        request: Request,
+        receive: Receive,
+        send: Send,
+        stream: _EventStream,
     ) -> None:
-        name = f"{'chatcmpl' if request.messages is not None else 'cmpl'}-{secrets.token_hex(8)}"
-        events, coming = Events(request, name, self._decode), asyncio.Queue[bytes | None]()
+        name = f"{protocol.prefix}{secrets.token_hex(8)}"
+        events, coming = protocol.events(request, name, self._decode), asyncio.Queue[bytes | None]()
 
         def tell(*piece: Any) -> None:
             coming.put_nowait(events.piece(*piece))
@@ -206,11 +275,13 @@ class PolicyServer:
             if answering.cancelled():
                 raise session_over()
             answers = answering.result()
+            if protocol.named:
+                session.remember(name, request, answers[0])
         finally:
             answering.cancel()
             gone.cancel()
         if not request.stream:
-            return await send_body(send, 200, json_body(reply(request, answers, name, self._decode)), JSON)
+            return await send_body(send, 200, json_body(protocol.reply(request, answers, name, self._decode)), JSON)
         for piece in events.end(answers):
             await stream.send(piece)
         return await stream.end()
@@ -242,12 +313,12 @@ def _digest(key: str) -> bytes:
 
 async def _refuse(send: Send, stream: _EventStream, refusal: Refused, headers: Mapping[str, str] = JSON) -> None:
     code, retry = (refusal.code, refusal.retry) if isinstance(refusal, Declined) else (None, None)
-    error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": code}
+    body = error(refusal.status, code, str(refusal))
     if stream.begun:  # its status was sent before the error
-        await stream.send(event({"error": error}))
+        await stream.send(event(body, "error"))
         return await stream.end()
     headers = {**headers, **({"retry-after": str(retry)} if retry else {})}
-    return await send_body(send, refusal.status, json_body({"error": error}), headers)
+    return await send_body(send, refusal.status, json_body(body), headers)
 
 
 @asynccontextmanager

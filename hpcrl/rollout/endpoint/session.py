@@ -14,16 +14,18 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat.encode import cut_messages
 from hpcrl.data.chat.prompt_tokens import HALF_A_CHARACTER, ChatTurns
+from hpcrl.data.tokenizer import decoder
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rollout.endpoint.requests import MOST_OPEN, Declined, Request, session_ended, session_over
+from hpcrl.rollout.endpoint.thoughts import divided
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.transcript import Transcript
@@ -40,14 +42,14 @@ Say = Callable[[int, Sequence[int], Mapping[str, Any], Heard | None], Awaitable[
 """Generates a response to a prompt: number of the turn, token ids, overrides of the run's sampling, and a callback of tokens as they
 come."""
 
-Tell = Callable[[int, str, Sequence[int], Sequence[float]], None]
-"""Sends a client a piece of a response: the number of the choice, text, token ids and their log-probabilities."""
+Tell = Callable[[Sequence[int], int, str, Sequence[int], Sequence[float]], None]
+"""Sends a client a piece of a response: the prompt, the number of the choice, text, token ids and their log-probabilities."""
 
 PER_SECOND, AT_ONCE = 50.0, 100.0
 """Requests of a session that are read, answered or not: on average, and in a burst; further ones wait."""
 
 MOST_HELD = 32 << 20
-"""Bytes of a session's bodies under way, from the first byte to the end of the answer; further ones are declined."""
+"""Bytes of a session's bodies under way, from the first byte to the end of the answer; further ones wait."""
 
 _QUICK = 1 << 14  # bytes of a body that the event loop itself reads and tokenizes, in some milliseconds
 _UNCOUNTED = 1 << 16  # characters that are tokenized at any limit of the prompt
@@ -61,6 +63,8 @@ class SessionAnswer:
         prompt: token ids that it continued.
         text: of the response, tool calls included.
         content, calls: the same as sent to the client.
+        thought, shown: the two parts of `content`, as sent to clients of protocols that have a place for thoughts.
+        stopped_by: the request's stop text that ended it, if one did.
         parent: the answer from which the conversation went on.
         asked: messages of the request; or the text that was completed.
     """
@@ -70,6 +74,9 @@ class SessionAnswer:
     text: str
     content: str
     calls: list[Call]
+    thought: str
+    shown: str
+    stopped_by: str | None
     parent: SessionAnswer | None
     asked: list[dict[str, Any]] | str
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -78,20 +85,29 @@ class SessionAnswer:
     def token_ids(self) -> list[int]:
         return [*self.prompt, *self.said.token_ids]
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The response as a chat message: with its thought in a field of its own, and as one text."""
+        calls = {"tool_calls": [{"function": call} for call in self.calls]} if self.calls else {}
+        thought = {"reasoning_content": self.thought} if self.thought else {}
+        parts = {"role": "assistant", "content": self.shown, **thought, **calls}
+        return [parts, {"role": "assistant", "content": self.content, **calls}]
+
     def left_of(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages of a conversation after this response; None where it does not go on from it."""
         if isinstance(self.asked, str) or len(messages) <= len(self.asked) + 1:
             return []
-        told: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.calls:
-            told["tool_calls"] = [{"function": call} for call in self.calls]
-        known = [*self.asked, told]
-        same = all(_plain(one) == _plain(other) for one, other in zip(known, messages, strict=False))
-        return messages[len(known) :] if same else []
+        past, answer, left = messages[: len(self.asked)], messages[len(self.asked)], messages[len(self.asked) + 1 :]
+        same = all(_plain(one) == _plain(other) for one, other in zip(self.asked, past, strict=True))
+        return left if same and _plain(answer) in map(_plain, self.messages) else []
 
 
-def _hearing(tell: Tell, number: int, text: TextInPieces) -> Heard:
-    return lambda token_ids, logprobs: tell(number, text.add(token_ids), token_ids, logprobs)
+def _hearing(tell: Tell, prompt: Sequence[int], number: int, text: TextInPieces) -> Heard:
+    return lambda token_ids, logprobs: tell(prompt, number, text.add(token_ids), token_ids, logprobs)
+
+
+class _TooLong(Declined):
+    """A prompt that is longer than generator.max_input_length."""
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +150,7 @@ class Session:
         self.failure: EngineError | RefusedRequestError | None = None
         self.score: Future[Turn] | None = None
         self.ended = threading.Event()
+        self._named = dict[str, list[dict[str, Any]]]()
         self._begun = self._open = self.held = 0
         self._running = set[asyncio.Task[Any]]()
         self._allowed, self._counted = AT_ONCE, time.monotonic()
@@ -177,14 +194,12 @@ class Session:
         assert task is not None
         self._check_turns(request.n)
         try:
-            parent, prompt = await self.compute(request.size, self._prompt, request)
-        # such as half a character
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"the messages have no tokens: {error}") from error
-        if not prompt:
-            raise BadRequest("the prompt has no tokens")
-        self._check_turns(request.n)  # others may have begun meanwhile
-        self._check_length(len(prompt))
+            parent, prompt = await self._tokenized(request)
+            self._check_turns(request.n)  # others may have begun meanwhile
+            self._check_length(len(prompt))
+        except _TooLong:
+            self.too_long = True
+            raise
         turns = range(self._begun, self._begun + request.n)
         self._begun += request.n
         self._running.add(task)
@@ -194,7 +209,7 @@ class Session:
                 "stop": [*(self._params.stop or []), *request.stop],
             }
             texts = [self._pieces(request, limits["stop"]) for _ in turns]
-            heard = [tell and _hearing(tell, at, text) for at, text in enumerate(texts)]
+            heard = [tell and _hearing(tell, prompt, at, text) for at, text in enumerate(texts)]
             async with self._room(request.n):
                 every = (self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns))
                 said = await asyncio.gather(*every)
@@ -208,6 +223,26 @@ class Session:
         answers = [self._answered(request, parent, prompt, *one) for one in zip(said, told, strict=True)]
         self.answers += answers
         return answers
+
+    async def count(self, request: Request) -> int:
+        """Return the number of tokens of a request's prompt; errors as of `answer`."""
+        self.check_open()
+        _, prompt = await self._tokenized(request)
+        return len(prompt)
+
+    def resolved(self, request: Request) -> Request:
+        """Return a request with the conversation of the previous answer that it names. Raises Declined where the session has no such answer."""
+        if request.previous is None:
+            return request
+        before = self._named.get(request.previous)
+        if before is None:
+            raise Declined(400, "previous_response_not_found", f"this sample has no response {request.previous!r:.80}")
+        messages, at = request.messages or [], request.instructions
+        return replace(request, messages=[*messages[:at], *before, *messages[at:]])
+
+    def remember(self, name: str, request: Request, answer: SessionAnswer) -> None:
+        """Keep the conversation of an answer for requests that name it."""
+        self._named[name] = [*(request.messages or [])[request.instructions :], answer.messages[0]]
 
     def expect_score(self) -> Future[Turn]:
         """Accept a score over HTTP with the sample's key; as of `Endpoint`."""
@@ -247,7 +282,7 @@ class Session:
         while self._open + n > MOST_OPEN:
             self._freed.clear()
             await self._freed.wait()
-        self._check_open()
+        self.check_open()
         self._open += n
         try:
             yield
@@ -255,12 +290,13 @@ class Session:
             self._open -= n
             self._freed.set()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise Declined where no more is answered."""
         if self.ended.is_set():
             raise session_ended() if isinstance(self.failure, RefusedRequestError) else session_over()
 
     def _check_turns(self, n: int) -> None:
-        self._check_open()
+        self.check_open()
         most = self._config.max_turns
         if self._begun + n > most:
             raise Declined(400, "max_turns", f"the sample has no more turns (generator.max_turns = {most})")
@@ -269,9 +305,8 @@ class Session:
         """Decline a prompt whose units, each at least `tokens` tokens, exceed the longest prompt."""
         longest = self._config.max_input_length
         if longest is not None and length * tokens > longest:
-            self.too_long = True
-            reason = f"the prompt has {length} {unit}, and generator.max_input_length is {longest} tokens"
-            raise Declined(400, "context_length_exceeded", reason)
+            reason = f"prompt is too long: it has {length} {unit}, and generator.max_input_length is {longest} tokens"
+            raise _TooLong(400, "context_length_exceeded", reason)
 
     def _check_size(self, request: Request) -> None:
         """Decline what cannot be short enough, before a template or a tokenizer takes time and memory for it."""
@@ -283,6 +318,16 @@ class Session:
         characters = _characters([request.prompt, request.messages, request.tools])
         if characters > _UNCOUNTED:
             self._check_length(characters, "characters", 1 / self._longest_token())
+
+    async def _tokenized(self, request: Request) -> tuple[SessionAnswer | None, list[int]]:
+        try:
+            parent, prompt = await self.compute(request.size, self._prompt, request)
+        # such as half a character
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest(f"the messages have no tokens: {error}") from error
+        if not prompt:
+            raise BadRequest("the prompt has no tokens")
+        return parent, prompt
 
     def _prompt(self, request: Request) -> tuple[SessionAnswer | None, list[int]]:
         """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
@@ -335,8 +380,11 @@ class Session:
     ) -> SessionAnswer:
         template, params = self._template, self._params
         text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
+        whole, stopped_by = text, None
         if request.stop:
             text = min(text, template.text(said.token_ids, request.stop, keep=False), key=len)
+            rest = whole[len(text) :]
+            stopped_by = next((stop for stop in request.stop if rest.startswith(stop)), None)
         content, calls = text, list[Call]()
         if request.tools:
             content, calls = tool_calls(self._tokenizer, prompt, said.token_ids, text, request.tools)
@@ -345,7 +393,11 @@ class Session:
         asked = request.messages
         if asked is None:
             asked = request.prompt if isinstance(request.prompt, str) else template.decoded(request.prompt)
-        return SessionAnswer(prompt, said, text, content, calls, parent, asked, request.tools)
+        parsed = calls and not first_of_calls(self._tokenizer)  # a response template has taken the thought out
+        thought, shown = ("", content) if parsed else divided(decoder(self._tokenizer), prompt, content)
+        return SessionAnswer(
+            prompt, said, text, content, calls, thought, shown, stopped_by, parent, asked, request.tools
+        )
 
     def last_text(self) -> str:
         """Return the policy's last response; empty without one."""

@@ -21,6 +21,7 @@ from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.endpoint.session import MOST_HELD, Session
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.watchdog import run_watched
+from hpcrl.runtime import http_server
 from hpcrl.runtime.http_server import MAX_BODY
 from tests.rollout.endpoint.test_endpoint import CONFIG, TOKENIZER, user
 
@@ -67,7 +68,7 @@ def test_what_is_too_long_is_declined_before_it_is_tokenized(body: dict[str, Any
         async with server.session(say, CONFIG.sampling_params) as (session, endpoint):
             status, code, message = refused(await ask(endpoint, **body))
             assert (status, code) == (400, "context_length_exceeded")
-            assert f"the prompt has {found}, and generator.max_input_length is 120 tokens" in message
+            assert f"prompt is too long: it has {found}, and generator.max_input_length is 120 tokens" in message
             assert session.stop_reason == "length"
 
     with_endpoint(play)
@@ -133,42 +134,50 @@ async def until(found: Callable[[], bool]) -> None:
     await asyncio.wait_for(wait(), 60)
 
 
-def test_bodies_under_way_are_counted() -> None:
-    """Those of one key have a bound, and what is held open or ended counts no more."""
+def test_bodies_that_are_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one key have a bound; a body beyond it is answered when there is room, also if that takes longer than a connection may idle."""
+    monkeypatch.setattr(http_server, "IDLE_S", 0.2)
     size = MAX_BODY - 1
 
     async def play(server: PolicyServer, ask: Ask) -> None:
         async with (
-            server.session(say, CONFIG.sampling_params) as (session, hostile),
+            server.session(slow, CONFIG.sampling_params) as (session, hungry),
             server.session(say, CONFIG.sampling_params) as (_, other),
         ):
-            held = [await begun(hostile, size) for _ in range(MOST_HELD // size)]
-            await until(lambda: session.held == len(held) * size)
-            reader, _ = await begun(hostile, size)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 429 ")
-            assert b"retry-after: 1" in head
-            assert session.held <= MOST_HELD
+            large = {"messages": [user("cab")], "filler": "x" * (size // 2 + size // 4)}
+            held = [asyncio.create_task(ask(hungry, **large)) for _ in range(2)]
+            await until(lambda: session.held > MOST_HELD // 2)
+            waits = asyncio.create_task(ask(hungry, **large))
             assert (await ask(other, messages=[user("cab")])).status_code == 200
-            for _, writer in held:
-                writer.close()
-            await until(lambda: session.held == 0)
-            assert (await ask(hostile, messages=[user("cab")])).status_code == 200
+            await asyncio.sleep(1.0)
+            assert not waits.done()
+            assert session.held <= MOST_HELD
+            go_on.set()
+            assert {one.status_code for one in await asyncio.gather(*held, waits)} == {200}
+            assert session.held == 0
+
+    go_on = asyncio.Event()
+
+    async def slow(*_: Any) -> Generation:
+        await go_on.wait()
+        return await say()
 
     with_endpoint(play)
 
 
-def test_bodies_of_all_samples_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_waits_ends_with_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies of all samples together have a bound."""
     monkeypatch.setattr(server_module, "_MOST_HELD", 1 << 20)
 
     async def play(server: PolicyServer, ask: Ask) -> None:
-        async with (
-            server.session(say, CONFIG.sampling_params) as (first, one),
-            server.session(say, CONFIG.sampling_params) as (_, other),
-        ):
-            _held = await begun(one, 900_000)
-            await until(lambda: first.held == 900_000)
-            assert refused(await ask(other, messages=[user("c" * 200_000)]))[:2] == (429, "too_many_bytes")
+        async with server.session(say, CONFIG.sampling_params) as (first, one):
+            async with server.session(say, CONFIG.sampling_params) as (_, other):
+                _held = await begun(one, 900_000)
+                await until(lambda: first.held > 900_000)
+                waits = asyncio.create_task(ask(other, messages=[user("c" * 200_000)]))
+                assert (await ask(other, messages=[user("cab")])).status_code == 200
+                assert not waits.done()
+            assert refused(await waits)[:2] == (429, "session_over")
 
     with_endpoint(play)
 

@@ -1,0 +1,75 @@
+"""Divides a response into its thought and the text behind it, for protocols that have a place for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_END = 16  # tokens of a prompt in which a mark at its end lies
+
+Decode = Callable[[list[int]], str]
+_State = Literal["start", "thought", "behind", "text"]
+
+
+class Thoughts:
+    """The thought and the text of one response, piece by piece; white space beside the marks is in neither.
+
+    A response has a thought if it begins with an opening mark, or if its prompt ends with one.
+
+    Args:
+        decode: token ids to text, special tokens included.
+        prompt: token ids.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
+        before = decode(list(prompt[-_END:])).rstrip()
+        self._close = next((close for start, close in _MARKS if before.endswith(start)), "")
+        self._state: _State = "thought" if self._close else "start"
+        self._held, self._begun = "", False
+
+    def add(self, piece: str) -> tuple[str, str]:
+        """Return what is certain with a further piece of the response: more of the thought, and more of the text."""
+        self._held += piece
+        if self._state == "start":
+            self._start()
+        thought = self._thought() if self._state == "thought" else ""
+        if self._state == "behind" and self._held.strip():
+            self._state, self._held = "text", self._held.lstrip()
+        if self._state != "text":
+            return thought, ""
+        text, self._held = self._held, ""
+        return thought, text
+
+    def end(self) -> tuple[str, str]:
+        """Return what is left at the end of the response, as of `add`."""
+        held, self._held = self._held, ""
+        return (held.rstrip(), "") if self._state == "thought" else ("", held if self._state == "start" else "")
+
+    def _start(self) -> None:
+        text = self._held.lstrip()
+        for start, close in _MARKS:
+            if text.startswith(start):
+                self._state, self._close, self._held = "thought", close, text.removeprefix(start)
+        if self._state == "start" and not any(start.startswith(text) for start, _ in _MARKS):
+            self._state = "text"
+
+    def _thought(self) -> str:
+        held = self._held if self._begun else self._held.lstrip()
+        thought, closed, rest = held.partition(self._close)
+        if closed:
+            self._state, self._held = "behind", rest
+            return thought.rstrip()
+        begun = (
+            at for at in range(max(0, len(held) - len(self._close)), len(held)) if self._close.startswith(held[at:])
+        )
+        sure = len(held[: next(begun, len(held))].rstrip())
+        self._begun, self._held = self._begun or bool(held), held[sure:]
+        return held[:sure]
+
+
+def divided(decode: Decode, prompt: Sequence[int], content: str) -> tuple[str, str]:
+    """Return the thought and the text of a whole response; arguments as of `Thoughts`."""
+    thoughts = Thoughts(decode, prompt)
+    (thought, text), (more_thought, more_text) = thoughts.add(content), thoughts.end()
+    return thought + more_thought, text + more_text
