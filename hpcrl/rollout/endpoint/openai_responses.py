@@ -61,7 +61,7 @@ def _chat_messages(items: Sequence[Any]) -> list[dict[str, Any]]:
     """Return items as messages of chat completions; reasoning, text and calls of one answer are one message."""
     chat, rank = list[dict[str, Any]](), -1
     for item in items:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = str(item.get("type", "message")) if isinstance(item, dict) else ""
         if kind == "function_call_output":
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
             chat.append(output)
@@ -89,7 +89,7 @@ def _add(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
         message["tool_calls"].append({"id": item.get("call_id"), "function": function})
     else:
         parts = item.get("content") or item.get("summary") or []
-        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise BadRequest("input: parts of a reasoning item have a text")
         message["reasoning_content"] = "".join(map(str, texts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,21 @@ def calling(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def make(folder: Path) -> tuple[Path, Path]:
     """Write the start model, which the stubborn teacher of guess_number has taught by tool calls, and the rows; return where."""
-    torch.manual_seed(0)
     made, rows = _maker(), folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({**row, "env_class": "agent"}) + "\n" for row in made.all_rows()))
     phrases = (*made.PHRASES, "guess", _OPEN, _CLOSE, FOUND)
+    taught = [calling(conversation) for conversation in made.conversations()]
+    return make_model(folder / "model", phrases, taught, TOOLS), rows
+
+
+def make_model(folder: Path, phrases: Sequence[str], taught: list[list[dict[str, Any]]], tools: list[Any]) -> Path:
+    """Write a tiny model that has been taught conversations, each phrase of which is a token; return its folder."""
+    torch.manual_seed(0)
+    made = _maker()
     tokenizer = made.quickstart["make_tokenizer"]("0123456789", phrases)
     tokenizer.chat_template = _TEMPLATE
     model = made.quickstart["make_model"](tokenizer)
-    taught = [calling(conversation) for conversation in made.conversations()]
-    made.learn(model, *made.encode(tokenizer, taught, tools=TOOLS))
-    tokenizer.save_pretrained(folder / "model")
-    model.save_pretrained(folder / "model")
-    return folder / "model", rows
+    made.learn(model, *made.encode(tokenizer, taught, tools=tools))
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,15 +17,17 @@ import pytest
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.envs.base import Endpoint, Messages, Turn
-from hpcrl.errors import RefusedRequestError
+from hpcrl.errors import DataError, RefusedRequestError
+from hpcrl.rollout.endpoint import server as server_module
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, engine_sampling
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group
+from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine
-from tests.rollout.endpoint.odd_requests import odd_request
+from tests.rollout.endpoint.odd_requests import PATHS, odd_request
 from tests.rollout.endpoint.test_endpoint import CONFIG, TOKENIZER, Client, played, user
 from tests.rollout.material import MAX_MODEL_LEN, VOCABULARY
 
@@ -95,6 +98,17 @@ def check_many(with_engine: WithEngine[Any], count: int, seed: str) -> None:
     print(f"{count} requests in {time.monotonic() - began:.0f} s by status and code: {dict(answers)}", flush=True)
     assert answers.total() == count
     assert answers[200, ""] > count / 10, "hardly any of them was answered"
+
+
+def test_odd_bodies_are_read_or_refused() -> None:
+    """Whatever their protocol: another exception would be an error of hpcrl itself."""
+    read = Counter[str]()
+    for number in range(3000):
+        path, body = odd_request(f"read-{number}")
+        with suppress(BadRequest, DataError):
+            server_module._PROTOCOLS[f"/v1/{path.removesuffix('/count_tokens')}"].parse(body)
+            read[path] += 1
+    assert set(read) == set(PATHS)
 
 
 def test_some_odd_requests(with_engine: WithEngine[Any]) -> None:
