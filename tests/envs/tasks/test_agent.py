@@ -68,6 +68,8 @@ def test_what_a_program_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert played(script) == Turn([], 0.5, True)
     variables = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:9/v1"
+    assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
+    assert variables["ANTHROPIC_API_KEY"] == variables["OPENAI_API_KEY"]
     assert variables["OPENAI_API_KEY"] == KEY
     assert variables["HPCRL_MODEL"] == "policy"
     assert variables["no_proxy"] == variables["NO_PROXY"] == "intern,127.0.0.1"

@@ -49,7 +49,7 @@ def test_the_environment_of_the_page_plays(tmp_path: Path, monkeypatch: pytest.M
 def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     assert f"more than {MAX_BODY >> 20} MiB" in PAGE
     assert f"{session.PER_SECOND:g} requests per second are read, {session.AT_ONCE:g} in a burst" in PAGE
-    assert f"more than {session.MOST_HELD >> 20} MiB of this key, or {server._MOST_HELD >> 20} MiB of all" in PAGE
+    assert f"at most {session.MOST_HELD >> 20} MiB of one key, and {server._MOST_HELD >> 20} MiB of all" in PAGE
     assert (
         f"at most {session.MOST_OPEN} choices (`n`), {requests._MOST_STOPS} stop texts of {requests._LONGEST_STOP:,} characters"
         in PAGE

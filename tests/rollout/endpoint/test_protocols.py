@@ -208,6 +208,17 @@ def test_other_conversations_begin_rows() -> None:
     assert "<|im_start|>assistant\nyes<|im_end|>" in text(tokenizer, engine.prompts[1])
 
 
+def test_a_conversation_goes_on_by_another_protocol() -> None:
+    def play(messages: Messages, endpoint: Endpoint) -> None:
+        with by_anthropic(endpoint) as client, by_openai(endpoint) as other:
+            first = message_of(client, False, messages=messages).content[0].text
+            history: list[Any] = [*messages, {"role": "assistant", "content": first}, *user("and?")]
+            second = other.chat.completions.create(model="m", messages=history).choices[0].message.content
+            other.responses.create(model="m", input=[*history, {"role": "assistant", "content": second}, *user("so?")])
+
+    check_one_row(*played(play, ["a", "b", "c"]), ["a", "b", "c"])
+
+
 def test_refusals_are_errors_of_each_client() -> None:
     def play(messages: Messages, endpoint: Endpoint) -> None:
         with by_anthropic(endpoint) as client:
