@@ -89,7 +89,8 @@ def _add(message: dict[str, Any], kind: str, item: Mapping[str, Any]) -> None:
         message["tool_calls"].append({"id": item.get("call_id"), "function": function})
     else:
         parts = item.get("content") or item.get("summary") or []
-        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
+        given = parts if isinstance(parts, list) else [None]
+        texts = [part.get("text") if isinstance(part, dict) else None for part in given]
         if not all(isinstance(text, str) for text in texts):
             raise BadRequest("input: parts of a reasoning item have a text")
         message["reasoning_content"] = "".join(map(str, texts))

@@ -178,4 +178,7 @@ def _message(value: Any) -> dict[str, Any]:
     (message,) = read_messages([{**named, "role": _ROLES[role], "content": "" if content is None else content}])
     if not isinstance(message["content"], str):
         raise BadRequest("messages: content is a text, or parts of the type text")
+    if thought := message.pop("reasoning_content", ""):  # white space beside its marks is in neither, as of `Thoughts`
+        message["content"] = message["content"].lstrip()
+        message.update({"reasoning_content": thought.strip()} if thought.strip() else {})
     return message

@@ -219,6 +219,21 @@ def test_a_conversation_goes_on_by_another_protocol() -> None:
     check_one_row(*played(play, ["a", "b", "c"]), ["a", "b", "c"])
 
 
+def test_a_client_may_divide_a_text_itself() -> None:
+    """As litellm does, which sends the thought of a chat completion back in a field of its own, with the line breaks."""
+    said = ["<think>\nhm\n</think>\n\nso", "<think>\n\n</think>\n\nno", "bye"]
+
+    def play(messages: Messages, endpoint: Endpoint) -> None:
+        history: list[Any] = list(messages)
+        with by_openai(endpoint) as client:
+            for _ in said:
+                content = client.chat.completions.create(model="m", messages=history).choices[0].message.content
+                thought, _, rest = content.removeprefix("<think>").rpartition("</think>")
+                history += [{"role": "assistant", "content": rest, "reasoning_content": thought}, *user("and?")]
+
+    check_one_row(*played(play, said), said)
+
+
 def test_refusals_are_errors_of_each_client() -> None:
     def play(messages: Messages, endpoint: Endpoint) -> None:
         with by_anthropic(endpoint) as client:
