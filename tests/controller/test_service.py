@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.controller import dataset_rows, prompt_stream
 from hpcrl.controller.build import build_schedule, build_service, load_prompts
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.replicas import MinReplicas
@@ -407,6 +408,8 @@ def test_prompts_of_weighted_datasets_are_those_of_a_run_that_nothing_interrupts
     asked = dict[str, dict[str, str]]()
 
     def trained(run: Run, attempt: int, first: int, last: int) -> None:
+        dataset_rows._drawn.cache_clear()  # each attempt is another process
+        prompt_stream._permutation.cache_clear()
         mixture = Mixture((3, 6), (2.0, 0.5), 7)
         schedule = replace(SCHEDULE, total_steps=27, eval_interval=0, drop_last=False)
         controller = Service(run, attempt, schedule, prompts(9), [], mixture=mixture)
