@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "try", "play an environment or a reward: read the prompt, type the response of the policy, see the reward", _try
     )
     play.epilog = (
-        "With environment.group_reward_function in --config and no NAME, samples are read until the input ends, and then compared as a group. An action is ended by an empty line or by the end of the input; a line with nothing but \\ stands for an empty line within it. "
+        "With environment.group_reward_function in --config and no NAME, samples are read until the input ends, and then compared. "
+        "An action is ended by an empty line or by the end of the input; a line with nothing but \\ stands for an empty line within it. "
         "The exit code is 1 if the input ends before the environment does."
     )
     play.add_argument(
@@ -104,8 +105,8 @@ def _maker(
 ) -> tuple[str, Callable[[Prompt], Environment]]:
     """Return what is played, for errors, and what makes it for a row; without a name it is what rewards training."""
     from hpcrl.config.import_path import imported
+    from hpcrl.config.sections.functions import GROUP_REWARDS
     from hpcrl.envs.registry import ENVIRONMENTS, common_extras, environment_class, is_agent
-    from hpcrl.envs.rewards.grouped import GROUP_REWARDS
     from hpcrl.envs.rewards.weighted import REWARDS
     from hpcrl.errors import ConfigError
 

@@ -127,7 +127,11 @@ class WeightedGroupRewards:
             HpcrlError: a reward failed; UserCodeError also where it returns no finite number for each sample. The message names it.
         """
         columns = {name: self._values(name, reward, group) for name, reward in self._functions.items()}
-        return [{name: column[at] for name, column in columns.items()} for at in range(len(group))]
+        found = [{name: column[at] for name, column in columns.items()} for at in range(len(group))]
+        with user_code("weighted sum of group rewards"):
+            for values in found:
+                finite(self.added(values))
+        return found
 
     def added(self, values: Mapping[str, float]) -> float:
         """Return the weighted sum of a sample's values, but for its own reward."""

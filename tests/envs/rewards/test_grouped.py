@@ -95,6 +95,12 @@ def test_anything_but_a_number_for_each_sample_is_an_error(found: Any) -> None:
         WeightedGroupRewards({f"{HERE}:given": 1.0}, ENVIRONMENT)(group(("a", 0.0), ("b", 0.0)))
 
 
+def test_a_sum_that_is_too_large_is_an_error() -> None:
+    FOUND.append([1e20])
+    with pytest.raises(UserCodeError, match=r"^weighted sum of group rewards: 1e\+40; expected a finite number"):
+        WeightedGroupRewards({f"{HERE}:given": 1e20}, ENVIRONMENT)(group(("a", 0.0)))
+
+
 def test_a_name_that_nothing_has_is_an_error_of_its_setting() -> None:
     with pytest.raises(
         ConfigError, match=r"^environment.group_reward_function: nothing is called 'ranks'; did you mean"
