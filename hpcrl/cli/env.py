@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,8 @@ from hpcrl.cli._common import Subcommands
 from hpcrl.text import one_line, printable, said_in
 
 if TYPE_CHECKING:
+    import io
+
     from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig
     from hpcrl.envs.base import Environment, Messages, Turn
     from hpcrl.types import Prompt
@@ -29,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "try", "play an environment or a reward: read the prompt, type the response of the policy, see the reward", _try
     )
     play.epilog = (
+        "With environment.group_reward_function in --config and no NAME, samples are read until the input ends, and then compared. "
         "An action is ended by an empty line or by the end of the input; a line with nothing but \\ stands for an empty line within it. "
         "The exit code is 1 if the input ends before the environment does."
     )
@@ -77,16 +81,23 @@ def _try(arguments: argparse.Namespace) -> int:
     )
     where, make = _maker(arguments.name and section.path_of(arguments.name), section, generator)
     prompt = _prompt(arguments, config)
-    with user_code(where):
-        environment = make(prompt)
+
+    def played() -> _Sample | None:
+        with user_code(where):
+            environment = make(prompt)
+        try:
+            return _play(environment, where, prompt.messages, generator.max_turns)
+        finally:
+            with user_code(where):
+                environment.close()
+
     try:
-        return _play(environment, where, prompt.messages, generator.max_turns)
+        if arguments.name is None and section.group_reward_function:
+            return _compare(played, prompt, section, generator.sampling_params.max_generate_length)
+        return 1 if played() is None else 0
     except KeyboardInterrupt:
         print()
         return 130
-    finally:
-        with user_code(where):
-            environment.close()
 
 
 def _maker(
@@ -94,10 +105,15 @@ def _maker(
 ) -> tuple[str, Callable[[Prompt], Environment]]:
     """Return what is played, for errors, and what makes it for a row; without a name it is what rewards training."""
     from hpcrl.config.import_path import imported
+    from hpcrl.config.sections.functions import GROUP_REWARDS
     from hpcrl.envs.registry import ENVIRONMENTS, common_extras, environment_class, is_agent
     from hpcrl.envs.rewards.weighted import REWARDS
     from hpcrl.errors import ConfigError
 
+    if name in section.group_reward_function or name in GROUP_REWARDS:
+        raise ConfigError(
+            f"env try: {name} compares the samples of a group; leave NAME out, with environment.group_reward_function in --config"
+        )
     weights = section.reward_function if name is None else {name: 1.0} if name in REWARDS.keys() - ENVIRONMENTS else {}
     if name is None and not weights and (section.uses_reward_service("train") or section.is_rewarded_later("train")):
         raise ConfigError(
@@ -173,29 +189,71 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     return prompts[number]
 
 
-def _play(environment: Environment, where: str, messages: Messages, max_turns: int) -> int:
-    """Play until the environment is done, or its turns or the input are over; return the exit code."""
+@dataclass
+class _Sample:
+    """A sample that was played.
+
+    Attributes:
+        messages: those after the prompt.
+    """
+
+    messages: Messages = field(default_factory=list)
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def _play(environment: Environment, where: str, messages: Messages, max_turns: int) -> _Sample | None:
+    """Play until the environment is done, or its turns are over; None: the input ended before."""
     from hpcrl.envs.base import user_code
 
     with user_code(where):
         opening = environment.init(messages)
     _show(opening)
-    total = 0.0
+    sample = _Sample()
     for number in range(1, max_turns + 1):
         action = _read_action()
         if action is None:
             print(f"hpcrl: the input ended before the environment was done, after {number - 1} turns", file=sys.stderr)
-            return 1
+            return None
         with user_code(where):
             turn = environment.step(action)
-        total += turn.reward
+        sample.reward += turn.reward
+        sample.metrics |= turn.metrics
+        sample.messages.append({"role": "assistant", "content": action if turn.action is None else turn.action})
         _show_turn(turn)
         if turn.done or number == max_turns:
             over = "done" if turn.done else f"ended by generator.max_turns = {max_turns}"
-            print(f"{over} after {number} turn{'s' * (number > 1)}, total reward {total:g}")
-            return 0
+            print(f"{over} after {number} turn{'s' * (number > 1)}, total reward {sample.reward:g}")
+            return sample
+        sample.messages += turn.observations
         _show(turn.observations)
     raise AssertionError("a configuration has at least one turn")
+
+
+def _compare(played: Callable[[], _Sample | None], prompt: Prompt, section: EnvironmentConfig, max_tokens: int) -> int:
+    """Play samples until the input ends, show what each is worth in their group, and return the exit code."""
+    from hpcrl.envs.rewards.grouped import WeightedGroupRewards
+    from hpcrl.envs.rewards.response import GroupSample, response_to
+
+    rewards, group = WeightedGroupRewards(section.group_reward_function, section), list[GroupSample]()
+    while _has_input() and (sample := played()) is not None:
+        text = sample.messages[-1]["content"]
+        response = response_to(prompt, text, len(text) // 4 + 1, max_tokens)
+        own = {"reward": sample.reward, "metrics": sample.metrics, "conversation": sample.messages}
+        group.append(GroupSample(**vars(response), **own))
+    if not group:
+        return 1
+    for number, (sample, values) in enumerate(zip(group, rewards(group), strict=True), 1):
+        print(
+            f"\nsample {number} of {len(group)}: reward {rewards.own_weight * sample.reward + rewards.added(values):g}"
+        )
+        for name, value in values.items():
+            print(one_line(f"  {name} {value:g}"))
+    return 0
+
+
+def _has_input() -> bool:
+    return sys.stdin.isatty() or bool(cast("io.BufferedReader", sys.stdin.buffer).peek(1))
 
 
 def _show(messages: Messages) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 from hpcrl.config import Config
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.config.scorers import judges_of, scorer_number, scorer_numbers, scorer_sets
 from hpcrl.config.sections.environment import REWARD_MODEL
-from hpcrl.controller.dataset_rows import DatasetRows
+from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
-from hpcrl.data.datasets import counted_prompts, load_dataset
+from hpcrl.data.datasets import counted_prompts, load_by_dataset, load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.data.token_cache import TokenCache
@@ -35,9 +37,12 @@ def build_service(run: Run, attempt: int, config: Config, status: StatusWriter) 
         status: renewed while datasets load, since other processes wait only as long as it changes.
     """
     rows = _load_rows(run, attempt, config, status) if config.trainer.offline else None
-    train, validation = load_prompts(config, status)
-    steps = config.trainer.total_steps(len(rows or train), config.data.drop_last)
-    return Service(run, attempt, build_schedule(config, steps), train, validation, rows, _score_queue(config))
+    train, validation, sizes = load_prompts(config, status)
+    weights = config.data.weights if rows is None else []
+    mixture = Mixture(tuple(sizes), tuple(weights), config.trainer.seed) if weights else None
+    steps = config.trainer.total_steps(len(rows or mixture or train), config.data.drop_last)
+    schedule = build_schedule(config, steps)
+    return Service(run, attempt, schedule, train, validation, rows, _score_queue(config), mixture)
 
 
 def build_schedule(config: Config, steps: int) -> Schedule:
@@ -107,16 +112,21 @@ def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
         )
 
 
-def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts that a run trains, and those that it evaluates; arguments as of `build_service`."""
+def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt], list[int]]:
+    """Return the prompts that a run trains, those that it evaluates, and how many it trains of each dataset.
+
+    Args:
+        config, status: as of `build_service`.
+    """
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
     sections, offline = (data, config.environment, generator.max_turns), config.trainer.offline
     kinds = ("train",) if data.test_size is None else ("train", "eval")
-    train = [] if offline else load_dataset(training_sources(data), kinds, *sections)
+    datasets = [] if offline else load_by_dataset(training_sources(data), kinds, *sections)
+    train = [*chain.from_iterable(datasets)]
     prompts = validation_sources(data, data.val_prompts if offline else data.val_data)
     validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
     if offline and not validation:
-        return [], []
+        return [], [], []
     if data.test_size is not None and not offline:
         train, validation = set_aside(train, data.test_size)
     count_tokens, most = counted_prompts(config)
@@ -130,7 +140,10 @@ def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], li
         print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
         return kept
 
-    return fitting(train, "training"), fitting(validation, "evaluation") if evaluates else []
+    train, of = fitting(train, "training"), {one.uid: at for at, rows in enumerate(datasets) for one in rows}
+    trained = Counter(of[prompt.uid] for prompt in train)
+    validation = fitting(validation, "evaluation") if evaluates else []
+    return train, validation, [trained[at] for at in range(len(datasets))]
 
 
 def _load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> DatasetRows:

@@ -41,6 +41,11 @@ class Mixture:
     def __len__(self) -> int:
         return sum(self.counts)
 
+    def row(self, epoch: int, position: int) -> int:
+        """Return the row at a position of an epoch, counted through all datasets; arguments as of `place`."""
+        dataset, at = self.place(epoch, position)
+        return sum(self.sizes[:dataset]) + at
+
     def place(self, epoch: int, position: int) -> tuple[int, int]:
         """Return the dataset, and the row in it, at a position of an epoch before that is shuffled."""
         ends = list(accumulate(self.counts))

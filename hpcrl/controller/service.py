@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
-from hpcrl.controller.dataset_rows import DatasetRows
+from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.evaluation import (
     EvalQueue,
@@ -53,6 +53,10 @@ WAITS = "wait_for_groups"
 class Service:
     """One attempt's controller.
 
+    Args:
+        train, validation: prompts; none where `rows` are trained.
+        mixture: of the datasets of `train`, in their order; None: an epoch has each prompt once.
+
     Attributes:
         scores: of finished groups.
         lending: of the trainer's GPUs while it waits; of none where the schedule names no workers for it.
@@ -69,11 +73,12 @@ class Service:
         validation: list[Prompt],
         rows: DatasetRows | None = None,
         scores: ScoreQueue | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
-        self._train, self._validation, self._rows = train, validation, rows
+        self._train, self._validation, self._rows, self._mixture = train, validation, rows, mixture
         order = schedule.seed, schedule.order_seed, schedule.drop_last
-        self._stream = PromptStream(len(rows or train), schedule.batch_size, *order)
+        self._stream = PromptStream(len(rows or mixture or train), schedule.batch_size, *order)
         self._admission = Admission(
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
@@ -339,8 +344,12 @@ class Service:
         s = self._schedule
         return evaluation_work(self._validation, version, s.eval_n_samples, s.seed, rows, s.eval_settings)
 
+    def _prompt(self, index: int) -> Prompt:
+        row = self._stream.row(index)
+        return self._train[self._mixture.row(self._stream.epoch(index), row) if self._mixture else row]
+
     def _train_work(self, index: int) -> Work:
-        prompt, seed = self._train[self._stream.row(index)], self._stream.sampling_seed(index)
+        prompt, seed = self._prompt(index), self._stream.sampling_seed(index)
         turns = self._begun.files(group_id(index), self._admission.version_of(index))
         return Work(group_id(index), "train", prompt, self._schedule.n_samples, seed, turns)
 
@@ -389,7 +398,7 @@ class Service:
                     f"{meta.newest_version}"
                 )
         elif index is not None and self._admission.wants(index):
-            expected = self._train[self._stream.row(index)].data_source
+            expected = self._prompt(index).data_source
         else:
             return
         if meta.data_source != expected:

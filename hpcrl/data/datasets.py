@@ -10,7 +10,7 @@ from typing import Any
 from hpcrl.config import Config, DataConfig, EnvironmentConfig
 from hpcrl.data.chat.messages import SYSTEM
 from hpcrl.data.family import data_family
-from hpcrl.data.prompts import load_prompts, prompt_reader
+from hpcrl.data.prompts import load_by_source, load_prompts, prompt_reader
 from hpcrl.data.sources import Source, training_sources, validation_sources
 from hpcrl.data.tokenizer import without_torch
 from hpcrl.envs.base import user_code
@@ -102,6 +102,14 @@ def load_dataset(
     """
     requirements = row_requirements(environment, kinds, max_turns, own)
     return load_prompts(sources, environment.env_class, *_columns(data), first=first, **requirements)
+
+
+def load_by_dataset(
+    sources: Sequence[Source], kinds: Sequence[Kind], data: DataConfig, environment: EnvironmentConfig, max_turns: int
+) -> list[list[Prompt]]:
+    """Return the rows of each dataset; arguments and errors as of `load_dataset`."""
+    requirements = row_requirements(environment, kinds, max_turns)
+    return load_by_source(sources, environment.env_class, *_columns(data), **requirements)
 
 
 def row_reader(

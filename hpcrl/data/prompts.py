@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,18 @@ def load_prompts(
         default_env_class, columns, rules: as of `prompt_reader`.
         first: rows of each dataset that are read at most; unset: all.
     """
-    rows = chain.from_iterable(
-        ((source, number, row) for number, row in enumerate(islice(source.rows(), first))) for source in sources
-    )
-    read = prompt_reader(sources, default_env_class, *columns, **rules)
-    return [read(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
+    return [*chain.from_iterable(load_by_source(sources, default_env_class, *columns, first=first, **rules))]
+
+
+def load_by_source(
+    sources: Sequence[Source], default_env_class: str | None, *columns: Any, first: int | None = None, **rules: Any
+) -> list[list[Prompt]]:
+    """Return the rows of each dataset, whose uids count through all of them; arguments as of `load_prompts`."""
+    uids, read = count(), prompt_reader(sources, default_env_class, *columns, **rules)
+    return [
+        [read(row, str(next(uids)), source, number) for number, row in enumerate(islice(source.rows(), first))]
+        for source in sources
+    ]
 
 
 def prompt_reader(

@@ -49,6 +49,7 @@ REGISTRIES = (
     ),
     Registry("kl estimators", "hpcrl/algorithms/kl.py", "KL_ESTIMATORS", "KL_ESTIMATORS"),
     Registry("rewards", "hpcrl/envs/rewards/weighted.py", "REWARDS", "REWARDS"),
+    Registry("group rewards", "hpcrl/envs/rewards/grouped.py", "GROUP_REWARDS", "GROUP_REWARDS"),
 )
 _COMPARING = ("hpcrl/envs/rewards/weighted.py", "GROUND_TRUTHS")
 _OF_IMAGES = "hpcrl/envs/rewards/images.py"

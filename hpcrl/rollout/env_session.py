@@ -78,6 +78,20 @@ class Answer(Generic[R]):
                 raise UserCodeError(f"took longer than environment.timeout_seconds ({limit})") from None
 
 
+def ask(function: Callable[[], R], threads: CallThreads | None, where: str) -> Answer[R]:
+    """Begin a call of an environment or a reward.
+
+    Args:
+        threads: as of `EnvSession`.
+    """
+    return Answer(function, threads.call(function) if threads else None, where)
+
+
+def place_of(work: Work) -> str:
+    """Return which group and row errors are about."""
+    return f"group {work.group_id} (row {work.prompt.uid})"
+
+
 class EnvSession:
     """The environment or the rewards of one sample. Calls start at once.
 
@@ -100,7 +114,7 @@ class EnvSession:
         self._threads = threads
         self._environment: Environment | AgentEnvironment | None = None
         self._last: Call[Any] | None = None
-        who = f"group {work.group_id} (row {work.prompt.uid})"
+        who = place_of(work)
         self.where = who if rewards else f"environment {work.prompt.env_class!r}, {who}"
 
     def open(self) -> Answer[Messages]:
@@ -173,8 +187,9 @@ class EnvSession:
         return self._rewards(response_to(prompt, text, n_tokens, self._max_tokens, image, latents))
 
     def _ask(self, function: Callable[[], R]) -> Answer[R]:
-        call = self._last = self._threads.call(function) if self._threads else None
-        return Answer(function, call, self.where)
+        answer = ask(function, self._threads, self.where)
+        self._last = answer.call
+        return answer
 
 
 def _checked(turn: Turn) -> Turn:

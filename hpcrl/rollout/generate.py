@@ -26,13 +26,15 @@ from hpcrl.data.chat.template import Tools
 from hpcrl.data.vision.reader import Context, ImageReader, SeenImage
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
+from hpcrl.envs.rewards.grouped import WeightedGroupRewards
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
-from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
+from hpcrl.rollout.env_session import Answer, EnvSession, ask, place_of, scorer_of
 from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
+from hpcrl.rollout.group_rewards import group_sample, with_group_rewards
 from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rollout.teacher_inputs import SampleMessages, TeacherInputs
@@ -170,6 +172,8 @@ class GroupGenerator:
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
+        together = environment.group_reward_function
+        self._group_rewards = WeightedGroupRewards(together, environment) if together else None
         limits = gym.max_env_workers, environment.timeout_seconds
         self.threads = CallThreads(*limits) if gym.max_env_workers else None
 
@@ -208,6 +212,7 @@ class GroupGenerator:
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
+            rows = await self._compared(work, episodes[:n], rows)
             pairs = zip(episodes[:n], rows, strict=True)
             rows = neutralize_failed(await asyncio.gather(*(self._with_top_ids(*pair) for pair in pairs)))
             told = [
@@ -229,12 +234,32 @@ class GroupGenerator:
             judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
 
+    async def _compared(self, work: Work, episodes: Sequence[Episode], rows: list[list[Row]]) -> list[list[Row]]:
+        """Return the rows with the rewards of their whole group; where these cannot be had, every sample has failed."""
+        rewards, there = self._group_rewards, [at for at, episode in enumerate(episodes) if not episode.failure]
+        if rewards is None or not there:
+            return rows
+        most = self._params[work.kind].max_generate_length
+        group = [group_sample(work.prompt, rows[at], episodes[at].messages, most) for at in there]
+        try:
+            values = await ask(lambda: rewards(group), self.threads, place_of(work)).result()
+        except _FAILURES as error:
+            for at in there:
+                rows[at] = self._failed(episodes[at], error, rows[at])
+        else:
+            for at, own in zip(there, values, strict=True):
+                rows[at] = with_group_rewards(rows[at], own, rewards)
+        return rows
+
+    def _failed(self, episode: Episode, error: Exception, rows: Sequence[Row]) -> list[Row]:
+        episode.failure = _told(error)
+        return [apply_stop_reason(replace(row, stop_reason="failed"), self._config) for row in rows]
+
     async def _with_top_ids(self, episode: Episode, rows: list[Row]) -> list[Row]:
         try:
             return await self._teacher_inputs.with_top_ids(rows, self._engine)
         except _FAILURES as error:
-            episode.failure = _told(error)
-            return [apply_stop_reason(replace(row, stop_reason="failed"), self._config) for row in rows]
+            return self._failed(episode, error, rows)
 
     def _sampling(self, kind: Kind) -> dict[str, Any]:
         template, top_ids = self._template, self._teacher_inputs.generated

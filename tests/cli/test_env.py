@@ -167,6 +167,24 @@ def test_a_reward_function_is_tried_on_a_row(rewarded: Path) -> None:
     assert "reward 'scoring:broken' raised ZeroDivisionError: division by zero" in done.stderr
 
 
+def test_samples_are_compared_as_a_group(rewarded: Path) -> None:
+    with (rewarded / "scored.toml").open("a") as file:
+        file.write("group_reward_function = {own = 2.0, rank = 1.0, distinct = 0.0}\n")
+    said = "<answer>4</answer>\n\nAnswer: 5\n\n<answer>4</answer>\nAnswer: 4"
+    done = env("try", "--config", "scored.toml", said=said, cwd=rewarded)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("done after 1 turn") == 3
+    values = [(0.8, 0.4, 0.0), (-1.2, -0.1, -1.0), (2.2, 0.6, 1.0)]
+    shown = [
+        f"sample {number} of 3: reward {reward:g}\n  own {own:g}\n  rank {rank:g}\n  distinct 1\n"
+        for number, (reward, own, rank) in enumerate(values, 1)
+    ]
+    assert done.stdout.endswith("\n" + "\n".join(shown))
+    assert env("try", "--config", "scored.toml", cwd=rewarded).returncode == 1
+    refused = env("try", "rank", "--config", "scored.toml", cwd=rewarded)
+    assert "rank compares the samples of a group; leave NAME out" in refused.stderr
+
+
 def test_without_a_name_the_environment_of_the_configuration_is_tried(own: Path) -> None:
     with (own / "my.toml").open("a") as file:
         file.write("[environment]\nenv_class = 'echoing:Echo'\n")

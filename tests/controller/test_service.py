@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.controller.build import build_schedule
+from hpcrl.controller import dataset_rows, prompt_stream
+from hpcrl.controller.build import build_schedule, build_service, load_prompts
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
@@ -24,8 +26,10 @@ from hpcrl.observe.metrics import merged
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
+from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import GroupMeta, Work
 from tests.controller.test_api import finish, make_run, prompts
+from tests.paths import QUICKSTART
 
 SCHEDULE = Schedule(
     batch_size=2,
@@ -397,6 +401,57 @@ def test_weights_say_how_often_an_epoch_has_the_rows_of_a_dataset(
             assert set(often.values()) <= {int(weight), int(weight) + (weight % 1 > 0)}, "evenly"
     seen = {row for epoch in epochs for number, row in epoch if number == 1}
     assert seen == set(range(10)), "each epoch draws others"
+
+
+def test_prompts_of_weighted_datasets_are_those_of_a_run_that_nothing_interrupts(tmp_path: Path) -> None:
+    """An epoch has the three rows of the first dataset twice and half of the others: nine prompts, which batches of two cut off anywhere."""
+    asked = dict[str, dict[str, str]]()
+
+    def trained(run: Run, attempt: int, first: int, last: int) -> None:
+        dataset_rows._drawn.cache_clear()  # each attempt is another process
+        prompt_stream._permutation.cache_clear()
+        mixture = Mixture((3, 6), (2.0, 0.5), 7)
+        schedule = replace(SCHEDULE, total_steps=27, eval_interval=0, drop_last=False)
+        controller = Service(run, attempt, schedule, prompts(9), [], mixture=mixture)
+        controller.start(first - 1)
+        for step in range(first, last + 1):
+            while controller.batch(step) is None:
+                work = controller.claim("rollout-0", step - 1, 2)
+                asked.setdefault(run.name, {}).update((item.group_id, item.prompt.uid) for item in work)
+                do(run, controller, work, step - 1)
+            controller.published(step)
+
+    whole, cut = make_run(tmp_path / "whole" / "run"), make_run(tmp_path / "cut" / "again")
+    trained(whole, 1, 1, 27)
+    trained(cut, 1, 1, 7)
+    trained(cut, 2, 6, 27)  # from a checkpoint before the end
+    assert asked["again"] == asked["run"]
+    order = [asked["run"][name] for name in sorted(asked["run"])]
+    assert len(order) == 54
+    epochs = [order[at : at + 9] for at in range(0, 54, 9)]
+    for epoch in epochs:
+        often = Counter(epoch)
+        assert {often[f"p{row}"] for row in range(3)} == {2}
+        assert sorted(often.values()) == [1, 1, 1, 2, 2, 2]
+    assert {uid for epoch in epochs for uid in epoch} == {f"p{row}" for row in range(9)}, "others in each epoch"
+
+
+def test_weights_are_of_the_prompts_that_are_left_of_each_dataset(run: Run, tmp_path: Path) -> None:
+    """Prompts that are set aside or too long count nowhere."""
+    for name, texts in (("one", ["a", "b", "c"]), ("two", ["d" * 400, "e"]), ("three", ["f", "g"])):
+        rows = [{"prompt": text, "env_class": "format"} for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two", "three")]
+    given = [
+        f"data.train_data={json.dumps(files)}", "data.val_data=[]", "data.test_size=2", "data.weights=[1.0, 3.0, 0.5]",
+        "trainer.max_prompt_length=64", "trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2",
+    ]  # fmt: skip
+    config = Config.from_toml([QUICKSTART], given)
+    train, validation, sizes = load_prompts(config, StatusWriter(run, "controller", 1))
+    assert [prompt.messages[-1]["content"] for prompt in train] == ["c", "e", "f", "g"]
+    assert ([prompt.uid for prompt in validation], sizes) == (["0", "1"], [1, 1, 2])
+    begun = build_service(run, 1, config, StatusWriter(run, "controller", 1))
+    assert begun.start(0) == 2 * config.trainer.epochs, "five prompts are two steps of two"
 
 
 def test_samples_follow_the_seed_of_the_engines_and_prompts_that_of_the_run() -> None:

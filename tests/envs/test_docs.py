@@ -12,12 +12,15 @@ import tomli
 
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.config.fields import leaves
+from hpcrl.config.sections.environment import LLMJudgeConfig
 from hpcrl.config.sections.functions import COMPARING_REWARDS, REWARDS
 from hpcrl.envs.rewards.boxed import SECONDS
-from hpcrl.envs.rewards.response import Response
+from hpcrl.envs.rewards.grouped import GROUP_REWARDS, WeightedGroupRewards
+from hpcrl.envs.rewards.response import GroupSample, Response
 from hpcrl.envs.rewards.weighted import BY_DATA_SOURCE, WeightedRewards
 from hpcrl.envs.sandbox import program as confined
-from hpcrl.envs.tasks import llm_judge, search, text2sql
+from hpcrl.envs.tasks import search, text2sql
+from hpcrl.envs.tools import judge as judge_tool
 from hpcrl.envs.tools import python as python_program
 from hpcrl.envs.tools import retrieve, sqlite_query
 from tests.paths import ROOT
@@ -33,6 +36,11 @@ def test_the_table_lists_every_reward_and_which_compare() -> None:
     comparing = {*COMPARING_REWARDS, BY_DATA_SOURCE}
     assert dict(rows) == {name: "yes" if name in comparing else "no" for name in REWARDS}
     assert f"more than {SECONDS:g} seconds" in PAGE
+    of_groups = PAGE[PAGE.index("## Rewards of a whole group") : PAGE.index("## A reward service")]
+    assert re.findall(r"^\| `(\w+)` \|", of_groups, re.MULTILINE) == list(GROUP_REWARDS)
+    added = {field.name for field in fields(GroupSample)} - {field.name for field in fields(Response)}
+    assert all(f"`{name}`" in of_groups for name in added)
+    assert f"`comparisons` times ({LLMJudgeConfig.comparisons})" in of_groups
 
 
 def test_the_page_names_what_a_response_has_and_settings_that_exist() -> None:
@@ -46,12 +54,13 @@ def test_the_page_names_what_a_response_has_and_settings_that_exist() -> None:
 def test_configurations_of_the_page_load(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(NEEDED)
     texts = [text for kind, text in BLOCKS if kind == "toml"]
-    assert len(texts) == 4
+    assert len(texts) == 5
     for text in texts:
         path = tmp_path / "page.toml"
         path.write_text(text)
         given, loaded = tomli.loads(text)["environment"], Config.from_toml([tmp_path / "base.toml", path]).environment
         assert loaded.reward_function == given.get("reward_function", {})
+        assert loaded.group_reward_function == given.get("group_reward_function", {})
         wanted = given.get("remote_reward", {})
         for table, section in (
             (wanted, loaded.remote_reward),
@@ -61,13 +70,16 @@ def test_configurations_of_the_page_load(tmp_path: Path) -> None:
 
 
 def test_the_reward_of_the_page_pays(tmp_path: Path, monkeypatch) -> None:
-    (code,) = [text for kind, text in BLOCKS if kind == "python"]
+    code = "\n".join(text for kind, text in BLOCKS if kind == "python")
     (tmp_path / "my_rewards.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     rewards = WeightedRewards("", {"my_rewards:brief": 1.0}, EnvironmentConfig(custom={"bonus": 0.1}))
     turn = rewards(Response(text="it is 42\n", ground_truth=42, n_tokens=5, max_tokens=10))
     assert turn.reward == 1.05
     assert rewards(Response(text="41", ground_truth=42, n_tokens=5, max_tokens=10)).reward == 0
+    together = WeightedGroupRewards({"my_rewards:shorter": 1.0}, EnvironmentConfig())
+    group = [GroupSample(text="", n_tokens=n, reward=reward) for n, reward in ((5, 1.0), (3, 1.0), (2, 0.0))]
+    assert [one["my_rewards:shorter"] for one in together(group)] == [0.0, 1.0, 0.0]
     sys.modules.pop("my_rewards")
 
 
@@ -94,8 +106,8 @@ def test_the_limits_in_the_pages_of_environments_are_those_of_the_code() -> None
     assert f"to {python_program.CHARACTERS} characters" in python
     assert f"at most {search.LONGEST_QUERY} characters" in searched
     assert f"share {search.CHARACTERS} characters" in searched
-    assert f"A try takes {llm_judge._TIMEOUT_S:g} seconds at most" in judge
-    assert (retrieve._PATIENCE_S, llm_judge._PATIENCE_S) == (60.0, 120.0)
+    assert f"A try takes {judge_tool.TIMEOUT_S:g} seconds at most" in judge
+    assert (retrieve._PATIENCE_S, judge_tool.PATIENCE_S) == (60.0, 120.0)
     assert "for a minute" in searched
     assert "for two minutes" in judge
 

@@ -212,6 +212,8 @@ def test_what_is_trained_by_other_methods() -> None:
     late = {"trainer.fully_async.max_staleness_steps": 2}
     found = dict(about(rewards | late, [], "hpcrl 1.0"))
     assert found["rewards"] == "mine:short, gsm8k"
+    compared = rewards | {"environment.group_reward_function.own": 1.0, "environment.group_reward_function.rank": 0.5}
+    assert dict(about(compared, [], "hpcrl 1.0"))["rewards"] == "mine:short, gsm8k; of groups: own, rank"
     assert "up to 2 steps stale" in found["method"]
 
 

@@ -25,6 +25,7 @@ from tests.rollout.test_generate import HERE, TOKENIZER, work
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 100, "logprobs": 0}
 N = 16
 POLL_S = 0.05  # engines are asked while one token takes 0.1 s
+TOGETHER = EnvironmentConfig(group_reward_function={"own": 1.0, "rank": 1.0, "distinct": 0.5})
 TALKS = GeneratorConfig(max_turns=3, sampling_params=SamplingParams(max_generate_length=60))
 
 
@@ -81,7 +82,7 @@ async def begun(engine: Engine, run: Run, item: Work, config: GeneratorConfig, e
     """Generate a group as a worker that is killed when so many turns have ended."""
     kept = GenerationCache(run, "rollout-0", engine)
     cache = await kept.begin(item)
-    generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig())
+    generator = GroupGenerator(engine, TOKENIZER, config, TOGETHER)
     group = asyncio.create_task(generator.generate(item, cache))
     while not group.done() and sum(len(read_turns(path)[0]) for path in written(run)) < enough:
         cache.note(await engine.ended())
@@ -99,7 +100,7 @@ def written(run: Run) -> list[Path]:
 async def gone_on(engine: Engine, run: Run, item: Work, config: GeneratorConfig) -> Group:
     """Generate a group as the next worker, which finds what the one before has left."""
     kept, found = GenerationCache(run, "rollout-1", engine), left(run, item)
-    generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig())
+    generator = GroupGenerator(engine, TOKENIZER, config, TOGETHER)
     group = await generator.generate(found, await kept.begin(found))
     kept.write()
     kept.remove([item.group_id])
@@ -156,7 +157,7 @@ def test_the_next_worker_goes_on(
     item = work("Talks", kind=kind, n_samples=8)
 
     async def play(engine: Engine) -> tuple[Group, Group, int, float]:
-        calm = await GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig()).generate(item)
+        calm = await GroupGenerator(engine, TOKENIZER, config, TOGETHER).generate(item)
         with slowly(models[0]):
             await begun(engine, run, item, config, enough)
         kept = tokens_left(run)
@@ -178,7 +179,7 @@ def test_from_where_an_environment_answers_otherwise_it_is_generated(
     other = replace(item, prompt=replace(item.prompt, env_class=f"{HERE}:TalksOtherwise"))
 
     async def play(engine: Engine) -> tuple[Group, Group, int]:
-        calm = await GroupGenerator(engine, TOKENIZER, TALKS, EnvironmentConfig()).generate(other)
+        calm = await GroupGenerator(engine, TOKENIZER, TALKS, TOGETHER).generate(other)
         with slowly(models[0]):
             await begun(engine, run, item, TALKS, 8)
         first = tokens_left(run, turn=0)

@@ -58,6 +58,7 @@ from hpcrl.config.rules.ranks import (
 from hpcrl.config.rules.rewards import (
     environments,
     filter_metrics,
+    group_rewards,
     one_reward_source,
     overlong,
     remote_reward,
@@ -427,6 +428,7 @@ RULES: tuple[Rule, ...] = (
     ranks_of_scorers,
     enough_scorers,
     reward_names,
+    group_rewards,
     filter_metrics,
     several_rewards,
     one_reward_source,

@@ -14,23 +14,55 @@ from hpcrl.config.sections.environment import (
     RemoteRewardConfig,
     SearchConfig,
 )
-from hpcrl.config.sections.functions import REWARDS
+from hpcrl.config.sections.functions import GROUP_REWARDS, REWARDS
 from hpcrl.config.sections.tree import ConfigTree
 
 _SCORED_LATER = "a reward model scores instead (environment.reward_model); set environment.reward_model.use_environment=true, or leave one of them out"
-_WEIGHTS = ("reward_function", "eval_reward_function")
 
 
 def reward_names(config: ConfigTree) -> Iterator[Problem]:
-    for setting in _WEIGHTS:
-        weights = getattr(config.environment, setting)
+    environment = config.environment
+    for setting, weights, known in (
+        ("reward_function", environment.reward_function, REWARDS),
+        ("eval_reward_function", environment.eval_reward_function, REWARDS),
+        ("group_reward_function", environment.group_reward_function, GROUP_REWARDS),
+    ):
         for name in weights:
-            yield from misnamed(f"environment.{setting}", name, REWARDS, "names of")
+            yield from misnamed(f"environment.{setting}", name, known, "names of")
         if weights and not any(weights.values()):
             yield Problem(
                 f"environment.{setting}",
                 "every weight is 0, and so would be every reward; give one of them another weight",
             )
+
+
+def group_rewards(config: ConfigTree) -> Iterator[Problem]:
+    """Rewards of whole groups, which need the rewards of all samples when the group is finished."""
+    environment, path = config.environment, "environment.group_reward_function"
+    if not environment.group_reward_function:
+        return
+    if environment.reward_model.model is not None:
+        yield Problem(
+            path,
+            "compares the rewards of a finished group, and the scorer of environment.reward_model scores it later; serve the model "
+            "(environment.remote_reward.service.model), or leave one of them out",
+        )
+    if config.trainer.algorithm.needs_baselines:
+        yield Problem(
+            path,
+            "rewards the samples of a group, not the greedy response that trainer.algorithm.advantage_estimator=remax compares them with; "
+            "choose another estimator",
+        )
+    if not config.trainer.distillation.rewards_count:
+        yield Problem(
+            path,
+            "rewards count for nothing with a teacher alone; set trainer.distillation.use_rewards=true, or leave the group rewards out",
+        )
+    judge = environment.skyrl_gym.llm_as_a_judge
+    if "pairwise_judge" in environment.group_reward_function and judge.model is None:
+        yield Problem(
+            "environment.skyrl_gym.llm_as_a_judge.model", "required by pairwise_judge: the judge's name at its server"
+        )
 
 
 def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
@@ -40,6 +72,7 @@ def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
     setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
     if environment.reward_model.model is not None and (rewards or not environment.reward_model.use_environment):
         rewards = {**rewards, REWARD_MODEL: environment.reward_model.weight}
+    rewards = {**rewards, **environment.group_reward_function} if rewards else rewards
     algorithm = config.trainer.algorithm
     named = {"filter_reward_metric": algorithm.filter_reward_metric}
     named["gdpo.rewards"] = [name for name in algorithm.gdpo.rewards if name != OWN_REWARD]

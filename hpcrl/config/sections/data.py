@@ -119,7 +119,6 @@ class DataConfig:
         check=Check(
             "expected weights of more than 0, found {value}", lambda weights: all(weight > 0 for weight in weights)
         ),
-        used_by=OFFLINE,
         on_change=OTHER_PROMPTS,
     )
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""

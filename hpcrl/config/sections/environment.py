@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hpcrl.config.conditions import RL
 from hpcrl.config.effects import CALLS, SAME_NUMBERS, SCORES
 from hpcrl.config.fields import Location
-from hpcrl.config.sections.functions import REWARDS
+from hpcrl.config.sections.functions import GROUP_REWARDS, REWARDS
 from hpcrl.config.sections.model import ScorerFSDPConfig
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, SHARE, Range, any_of, section, setting, when
 
@@ -49,6 +49,10 @@ MOST_SIMULATORS = 256
 """Of one replica."""
 
 
+def _has_pairwise(rewards: dict[str, float]) -> bool:
+    return "pairwise_judge" in rewards
+
+
 @dataclass(frozen=True, kw_only=True)
 class Text2SQLConfig:
     db_path: Location | None = setting(
@@ -64,6 +68,17 @@ class LLMJudgeConfig:
 
     base_url: str | None = None
     """llm_as_a_judge: address of an OpenAI-compatible server, such as http://host:8000/v1; unset: OpenAI's. The key is in OPENAI_API_KEY, which a server of your own may not need."""
+
+    comparisons: int = setting(
+        2,
+        range=COUNT,
+        used_by=when(
+            "environment.group_reward_function",
+            test=_has_pairwise,
+            needs="pairwise_judge in environment.group_reward_function",
+        ),
+    )
+    """pairwise_judge: others of its group that the judge compares each sample with as the first answer; it is the second one as often. A group of n samples takes n times as many requests, n - 1 comparisons being the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +310,9 @@ class EnvironmentConfig:
 
     eval_reward_function: dict[str, float] = setting({}, on_change=SCORES)
     """The same for evaluation; empty: reward_function."""
+
+    group_reward_function: dict[str, float] = setting({}, named=GROUP_REWARDS, used_by=RL)
+    """Named rewards of whole groups and their weights, whose sum takes the place of each sample's reward in training; evaluation keeps that of each sample. {names}; or your own as "package.module:function". With weight 0 one is only reported, as environment/<name>. Empty: samples keep their own rewards."""
 
     overlong_reward: OverlongRewardConfig = section(OverlongRewardConfig, used_by=_OVERLONG)
 

@@ -65,6 +65,15 @@ REWARDS: dict[str, Named] = {
     "symmetry": Named("how alike a picture and its mirror image are, left and right exchanged, from 0 to 1", ()),
 }
 
+GROUP_REWARDS: dict[str, Named] = {
+    "own": Named("the reward that each sample has by itself, from its environment or named rewards", ()),
+    "rank": Named("the rank of each sample's own reward in its group, from -1 for the lowest to 1 for the highest; equal rewards share one", ()),
+    "best": Named("1 for each sample whose own reward no other one of the group exceeds, else 0", ()),
+    "unique": Named("each sample's own reward, where it is positive divided by the number of samples with the same answer", ()),
+    "distinct": Named("the share of each answer's different three-word sequences that no other answer of the group has, from 0 to 1", ()),
+    "pairwise_judge": Named("the share of comparisons with others of its group that each sample wins by a judge model, a draw counting half", ()),
+}
+
 KlEstimator = Literal["k1", "k2", "k3", "abs",]
 
 COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math",)

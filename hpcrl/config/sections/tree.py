@@ -46,6 +46,7 @@ class ConfigTree:
         rewards = [
             *environment.reward_function,
             *environment.eval_reward_function,
+            *environment.group_reward_function,
             *environment.skyrl_gym.agent.reward_function,
         ]
         return bool(self.config_class or self.python_path) or any(":" in name for name in (*environments, *rewards))

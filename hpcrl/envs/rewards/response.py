@@ -51,6 +51,24 @@ class Response:
     latents: np.ndarray | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupSample(Response):
+    """One finished sample of a group: its last response, and what it got by itself.
+
+    Attributes:
+        n_tokens: tokens that the policy chose in all turns.
+        reward: of its environment or named rewards.
+        metrics: numbers that these reported.
+        conversation: the messages after the prompt.
+        stop_reason: "stop", or "length" where a limit ended it.
+    """
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    conversation: list[dict[str, Any]] = field(default_factory=list)
+    stop_reason: str = "stop"
+
+
 Reward = Callable[[Response, EnvironmentConfig], float]
 """What a response is worth, a finite number. It depends on its arguments alone, and may be called in any thread.
 

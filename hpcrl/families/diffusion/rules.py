@@ -144,6 +144,7 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         "generator.inference_engine.merge_lora": generator.inference_engine.merge_lora,
         "environment.env_class": config.environment.env_class is not None,
         "environment.reward_model.model": config.environment.reward_model.model is not None,
+        "environment.group_reward_function": bool(config.environment.group_reward_function),
         "environment.remote_reward.service.model": bool(config.reward_services),
         'trainer.algorithm.advantage_estimator="remax"': algorithm.advantage_estimator == "remax",
     }

@@ -102,6 +102,7 @@ def of_writers(config: ConfigTree) -> Iterator[Problem]:
         "generator.inference_engine.enable_http_endpoint": generator.inference_engine.enable_http_endpoint,
         "environment.reward_function": bool(config.environment.reward_weights("train")),
         "environment.reward_model.model": config.environment.reward_model.model is not None,
+        "environment.group_reward_function": bool(config.environment.group_reward_function),
         "trainer.distillation.enable": trainer.distillation.enable,
     }
     for name in (name for name, wanted in used.items() if wanted):

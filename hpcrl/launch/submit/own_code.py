@@ -51,14 +51,15 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
     for name in environment.allowed_env_classes:
         if ":" in name:
             yield "environment.allowed_env_classes", name, lambda name=name: environment_class(name)
-    for path, names in (
-        ("environment.reward_function", environment.reward_function),
-        ("environment.eval_reward_function", environment.eval_reward_function),
-        ("environment.skyrl_gym.agent.reward_function", environment.skyrl_gym.agent.reward_function),
+    for path, names, judged in (
+        ("environment.reward_function", environment.reward_function, "response"),
+        ("environment.eval_reward_function", environment.eval_reward_function, "response"),
+        ("environment.group_reward_function", environment.group_reward_function, "group"),
+        ("environment.skyrl_gym.agent.reward_function", environment.skyrl_gym.agent.reward_function, "response"),
     ):
         for name in names:
             if ":" in name:
-                yield path, name, lambda path=path, name=name: _reward(path, name)
+                yield path, name, lambda path=path, name=name, judged=judged: _reward(path, name, judged)
     for name in trackers_of(config.trainer.logger):
         if ":" in name:
             yield "trainer.logger", name, lambda name=name: find("trainer.logger", name, {})
@@ -69,15 +70,15 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
             yield path, name, lambda setting=setting, name=name: configured(setting, name, {}, algorithm)
 
 
-def _reward(setting: str, name: str) -> None:
-    """Raise ConfigError where a reward cannot be called with a response and the section `environment`."""
+def _reward(setting: str, name: str, judged: str) -> None:
+    """Raise ConfigError where a reward cannot be called with what it judges, a response or a group, and the section `environment`."""
     function = find(setting, name, {})
     with suppress(ValueError):  # a signature that only C knows
         try:
             signature(function).bind(None, None)
         except TypeError as error:
             raise ConfigError(
-                f"{setting}={name!r}: expected a function of two arguments, (response, environment), found "
+                f"{setting}={name!r}: expected a function of two arguments, ({judged}, environment), found "
                 f"{name.rpartition(':')[2]}{signature(function)}: {error}"
             ) from error
 

@@ -19,7 +19,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
 from hpcrl.data.datasets import prompt_datasets
 from hpcrl.envs.tools.supervised import end_supervised, supervised
-from hpcrl.launch.submit.reward_process import RewardCall, own_rewards
+from hpcrl.launch.submit.reward_process import RewardCall, own_group_rewards, own_rewards
 
 _SECONDS = 30.0
 """Time in which all calls end, the start of their process included."""
@@ -34,7 +34,13 @@ def check_own_rewards(config: Config) -> tuple[list[Problem], list[str]]:
         have no ground truth, and of calls that do not end in time.
     """
     datasets = prompt_datasets(config)
-    names = [own for _, sources, kinds in datasets if sources for kind in kinds for own in own_rewards(config, kind)]
+    names = [
+        own
+        for _, sources, kinds in datasets
+        if sources
+        for kind in kinds
+        for own in (*own_rewards(config, kind), *own_group_rewards(config, kind))
+    ]
     if not names or not family_of(config).writes_texts:
         return [], []
     if (key := repr((config.environment, config.data, config.generator, datasets))) not in _found:
@@ -117,6 +123,8 @@ def _worth(calls: Sequence[RewardCall]) -> Iterator[str]:
 
 
 def _response(call: RewardCall) -> str:
+    if call.group:
+        return f"{call.group} samples of row {call.row} of {call.file}, which answer with the ground truth and with nothing in turns"
     said = (
         f'the ground truth "{call.answer:.80}"'
         if call.is_truth

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,12 +21,14 @@ from hpcrl.config.import_path import find
 from hpcrl.data.datasets import are_played, load_dataset, prompt_datasets
 from hpcrl.envs.base import finite, user_code
 from hpcrl.envs.registry import environment_class, is_agent
-from hpcrl.envs.rewards.response import Reward, response_to, truth_of
+from hpcrl.envs.rewards.grouped import values_of
+from hpcrl.envs.rewards.response import GroupSample, Response, Reward, response_to, truth_of
 from hpcrl.envs.rewards.weighted import BY_DATA_SOURCE, GROUND_TRUTHS, solution
 from hpcrl.errors import HpcrlError, UserCodeError
 from hpcrl.types import Kind, Prompt
 
 _ROWS = 4  # of each dataset
+_GROUPS = "environment.group_reward_function"
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class RewardCall:
         value: of the reward; None: it has not ended, or raised.
         error: what it raised, with the last line of the user's file in the traceback.
         away: whether that only says what this machine lacks: a package, a file, a service.
+        group: samples of the group, which answer with the ground truth and with nothing in turns; 0: it rewards one response.
     """
 
     setting: str
@@ -55,6 +58,7 @@ class RewardCall:
     value: float | None = None
     error: str = ""
     away: bool = False
+    group: int = 0
 
 
 def own_rewards(config: Config, kind: Kind, prompt: Prompt | None = None) -> Iterator[tuple[str, str, bool]]:
@@ -76,6 +80,11 @@ def own_rewards(config: Config, kind: Kind, prompt: Prompt | None = None) -> Ite
         yield from ((path, name, compares) for name in weights if ":" in name)
 
 
+def own_group_rewards(config: Config, kind: Kind) -> list[str]:
+    """Return the import paths of the user's group rewards for rows of a kind."""
+    return [name for name in config.environment.group_reward_function if ":" in name and kind == "train"]
+
+
 def calls(config: Config) -> Iterator[RewardCall]:
     """Call each function on the first rows of its datasets, with an empty answer and with the ground truth; yield each call twice."""
     generator = config.generator
@@ -90,7 +99,18 @@ def calls(config: Config) -> Iterator[RewardCall]:
                 call = RewardCall(setting, name, data, file, row, answer, is_truth, compares)
                 yield call
                 if answer is not None:
-                    yield _called(call, reward, prompt, lengths[kind], config)
+                    yield _called(call, reward, _response(prompt, answer, lengths[kind]), config.environment)
+        for name in own_group_rewards(config, kind):
+            truth, n = truth_of(prompt.extras), config.samples_per_prompt
+            texts = [str(truth) if truth is not None and at % 2 == 0 else "" for at in range(n)]
+            group = [
+                GroupSample(**vars(_response(prompt, text, lengths[kind])), reward=float(bool(text))) for text in texts
+            ]
+            call = RewardCall(_GROUPS, name, data, file, row, "", False, False, group=n)
+            yield call
+            yield _called(
+                call, lambda *given, n=name: values_of(find(_GROUPS, n, {}), *given)[0], group, config.environment
+            )
 
 
 def _rows(config: Config) -> Iterator[tuple[str, str, int, Prompt, Kind]]:
@@ -116,12 +136,14 @@ def _answers(truth: Any) -> Iterator[tuple[str | None, bool]]:
                     yield text, False
 
 
-def _called(call: RewardCall, reward: Reward, prompt: Prompt, max_tokens: int, config: Config) -> RewardCall:
-    text = call.answer or ""
-    response = response_to(prompt, text, len(text) // 4 + 1, max_tokens)  # about as many tokens
+def _response(prompt: Prompt, text: str, max_tokens: int) -> Response:
+    return response_to(prompt, text, len(text) // 4 + 1, max_tokens)  # about as many tokens
+
+
+def _called(call: RewardCall, function: Callable[..., Any], *judged: Any) -> RewardCall:
     try:
         with user_code(f"reward {call.reward!r}"):
-            return replace(call, value=finite(reward(response, config.environment)))
+            return replace(call, value=finite(function(*judged)))
     except HpcrlError as error:
         cause = error.__cause__ or error
         where = "" if isinstance(cause, UserCodeError) else _last_line(call.reward, cause)

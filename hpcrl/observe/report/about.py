@@ -43,11 +43,9 @@ def about(values: Mapping[str, Any], attempts: Sequence[Attempt], version: str) 
     """
     hosts = list(dict.fromkeys(host for attempt in attempts[-1:] for host in attempt.hosts))
     rl = values.get("trainer.mode", "rl") == "rl"
-    rewards = values.get("environment.env_class") or ", ".join(
-        path.removeprefix("environment.reward_function.").strip('"')
-        for path in values
-        if path.startswith("environment.reward_function.")
-    )
+    rewards = values.get("environment.env_class") or _named(values, "environment.reward_function")
+    if compared := _named(values, "environment.group_reward_function"):
+        rewards = f"{rewards}; of groups: {compared}" if rewards else f"of groups: {compared}"
     rows = [
         ("model", _model(values)),
         ("method", _method(values, rl=rl)),
@@ -57,6 +55,11 @@ def about(values: Mapping[str, Any], attempts: Sequence[Attempt], version: str) 
         ("code", version),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def _named(values: Mapping[str, Any], setting: str) -> str:
+    """Return the names in a table of rewards."""
+    return ", ".join(path.removeprefix(f"{setting}.").strip('"') for path in values if path.startswith(f"{setting}."))
 
 
 def _model(values: Mapping[str, Any]) -> str:

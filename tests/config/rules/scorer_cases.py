@@ -27,6 +27,7 @@ APART = {f"{PLACEMENT}.colocate_policy_ref": False}
 MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
 ENGINE = {f"{DISTILLATION}.backend": "vllm"}
 MEGATRON_CORE = {f"{DISTILLATION}.backend": "megatron", f"{DISTILLATION}.placement.tensor_parallel_size": 2}
+GROUP, COMPARING = "environment.group_reward_function", "environment.skyrl_gym.llm_as_a_judge"
 JUDGE = {f"{MODEL}.model": "rm"}
 APART_WITHOUT_KL = {**APART, **NO_KL}
 GPUS = {"slurm.gpus_per_node": 4}
@@ -416,6 +417,51 @@ OF_SCORERS = [
         "a weight of the reward model wants one",
         {f"{MODEL}.weight": 0.5}, f"{MODEL}.weight", "has no effect without environment.reward_model.model",
         {**JUDGE, f"{MODEL}.weight": 0.5},
+    ),
+    Case(
+        "a reward model scores later than a group is compared",
+        {**JUDGE, f"{MODEL}.use_environment": True, GROUP: {"rank": 1.0}}, GROUP, "scores it later",
+        {**JUDGE, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "a greedy response is in no group",
+        {GROUP: {"rank": 1.0}, f"{ALGORITHM}.advantage_estimator": "remax"}, GROUP, "not the greedy response",
+        {GROUP: {"rank": 1.0}},
+    ),
+    Case(
+        "a teacher alone wants no rewards of groups",
+        {**TEACHER, GROUP: {"rank": 1.0}}, GROUP, "rewards count for nothing with a teacher alone",
+        {**TEACHER, GROUP: {"rank": 1.0}, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "rewards of groups have names",
+        {GROUP: {"ranks": 1.0}}, GROUP, 'found "ranks"; did you mean rank',
+        {GROUP: {"rank": 1.0, "mine:ranks": 0.0}},
+    ),
+    Case(
+        "some reward of groups has a weight",
+        {GROUP: {"rank": 0.0}}, GROUP, "every weight is 0", {GROUP: {"rank": 0.0, "own": 1.0}},
+    ),
+    Case(
+        "rows of datasets are in no groups",
+        {**SFT, GROUP: {"rank": 1.0}}, GROUP, 'has no effect without trainer.mode="rl"', SFT,
+    ),
+    Case(
+        "pairs are compared by somebody",
+        {GROUP: {"pairwise_judge": 1.0}}, f"{COMPARING}.model", "required by pairwise_judge",
+        {GROUP: {"pairwise_judge": 1.0}, f"{COMPARING}.model": "j", f"{COMPARING}.comparisons": 3},
+    ),
+    Case(
+        "comparisons are those of pairs",
+        {GROUP: {"rank": 1.0}, f"{COMPARING}.comparisons": 3},
+        f"{COMPARING}.comparisons", "has no effect without pairwise_judge in environment.group_reward_function",
+        {GROUP: {"rank": 1.0}},
+    ),
+    Case(
+        "values of groups are named as those of samples",
+        {GROUP: {"rank": 1.0}, "environment.reward_function": {"gsm8k": 1.0}, f"{ALGORITHM}.dynamic_sampling.type": "filter", f"{ALGORITHM}.filter_reward_metric": ["ranks"]},
+        f"{ALGORITHM}.filter_reward_metric", "whose rewards are gsm8k, rank",
+        {GROUP: {"rank": 1.0}, "environment.reward_function": {"gsm8k": 1.0}, f"{ALGORITHM}.dynamic_sampling.type": "filter", f"{ALGORITHM}.filter_reward_metric": ["rank"]},
     ),
     Case(
         "a reward model judges what is sampled",

@@ -46,6 +46,17 @@ def deep(response, environment):
 def text(response, environment):
     return "0.5"
 
+def alike(group, environment):
+    assert [sample.reward for sample in group] == [1.0, 0.0] * (len(group) // 2) and len(group) > 1
+    assert all(bool(sample.text) == bool(sample.reward) for sample in group)
+    return [sample.n_tokens / sample.max_tokens for sample in group]
+
+def crooked(group, environment):
+    return own_helper.look(1 / len(group[1].text))
+
+def few(group, environment):
+    return [1.0]
+
 def judged(response, environment):
     socket.create_connection(("127.0.0.1", 1), timeout=5)
 
@@ -115,6 +126,28 @@ def test_a_function_that_ends_the_run_is_refused(folder: Path, reward: str, told
     assert told in str(caught.value)
     assert str(caught.value).startswith("environment.reward_function")
     assert str(caught.value).count("own_scores:") == 1, "the same error of other rows is not repeated"
+
+
+GROUP = "environment.group_reward_function"
+
+
+def test_rewards_of_groups_are_called_with_a_group(folder: Path) -> None:
+    assert checked(folder, "plain", **{GROUP: '{own = 1.0, "own_scores:alike" = 1.0}'}) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("one", "expected a function of two arguments, (group, environment), found one(response)"),
+        ("few", "one for each sample, found [1.0]; it was called with 8 samples"),
+        ("crooked", "division by zero (own_scores.py:38: return own_helper.look(1 / len(group[1].text))); it was called with 8 samples of row 0"),
+    ],
+)  # fmt: skip
+def test_a_reward_of_groups_that_fails_is_refused(folder: Path, reward: str, told: str) -> None:
+    with pytest.raises(DataError) as caught:
+        checked(folder, "plain", **{GROUP: f'{{"own_scores:{reward}" = 1.0}}'})
+    assert told in str(caught.value)
+    assert str(caught.value).startswith(GROUP)
 
 
 def test_what_this_machine_lacks_is_a_warning(folder: Path) -> None:
