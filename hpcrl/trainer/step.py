@@ -10,6 +10,7 @@ from itertools import chain
 
 import torch
 
+from hpcrl.algorithms.entropies import highest_entropies
 from hpcrl.config import TrainerConfig
 from hpcrl.observe.metrics import Histogram
 from hpcrl.rundir.layout import Run
@@ -209,6 +210,7 @@ class Learner:
                 timer.count()
                 for number, mini in enumerate(minis):
                     self._score(batch, mini, self._counted("score.micro_batch", timer), first=number == 0)
+                self._select_tokens(minis)
                 if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
                     rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
@@ -240,11 +242,22 @@ class Learner:
                 metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
         return metrics, advantages
 
-    def _measure_entropies(self, minis: list[MiniBatch]) -> None:
+    def _select_tokens(self, minis: list[MiniBatch]) -> None:
+        """Fill in which tokens of each mini-batch the policy loss counts, where those are not all."""
+        share = self._trainer.algorithm.top_entropy_quantile
+        if self._offline or share == 1 or not self._ranks.policy:
+            return
+        self._measure_entropies(minis, partial(self.consensus, "score.micro_batch"))
+        for mini in minis:
+            scores = mini.rows.scores
+            assert scores.entropies is not None
+            scores.selected = highest_entropies(scores.entropies, mini.rows.loss_mask, share, self._data.sum)
+
+    def _measure_entropies(self, minis: list[MiniBatch], before: Callable[[], None] = lambda: None) -> None:
         """Fill in entropies of the policy before the update; after some updates of a batch, they are there already."""
         for mini in minis if self._ranks.policy and not self._offline else []:
             if mini.rows.scores.entropies is None:
-                mini.rows.scores.entropies = mini.scored(self.policy.entropies)
+                mini.rows.scores.entropies = mini.scored(self.policy.entropies, before)
 
     def _counted(self, place: str, timer: PhaseTimer) -> Callable[[], None]:
         """Return what is called before each micro-batch: ranks agree whether to stop, and the timer counts it."""

@@ -178,6 +178,10 @@ def test_megatron_shares_its_gpus_and_recomputes_as_told(tmp_path: Path) -> None
         (f"{ACTOR}entropy_coeff=0.001", {"use_entropy_loss": True, "entropy_loss_coef": 0.001}),
         ("algorithm.rollout_correction.rollout_is=token", {"off_policy_correction.tis_ratio_type": "token"}),
         ("algorithm.adv_estimator=reinforce_plus_plus", {"advantage_estimator": "reinforce++"}),
+        (
+            f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=6",
+            {"advantage_estimator": "pass_at_k", "pass_at_k.k": 6, "grpo_norm_by_std": True},
+        ),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"grpo_norm_by_std": False}),
     ],
 )
@@ -199,7 +203,7 @@ def test_algorithms(given: str, expected: dict[str, Any], tmp_path: Path) -> Non
         ("custom_reward_function.path=score.py", "rewrite it"),
         ("reward_model.enable=True", "environment.reward_model"),
         (f"{MODEL}trust_remote_code=True", "never run here"),
-        ("algorithm.adv_estimator=grpo_passk", "there is no grpo_passk"),
+        ("algorithm.adv_estimator=gigpo", "there is no gigpo"),
         (f"{ACTOR}policy_loss.loss_mode=own", "there is no own"),
         ("trainer.critic_warmup=20", "begin together"),
         ("data.train_max_samples=100", "cut the file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hpcrl.algorithms.kl import adapted
 from hpcrl.algorithms.losses import LossTokens, Values
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -31,6 +33,7 @@ from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.build import objective_of
+from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -241,6 +244,20 @@ def test_a_step_in_the_log() -> None:
         "timing/step": 7.84,
     }
     assert step_line(12, 128, metrics) == "step 12/128: reward 0.4125, loss -0.00312, grad norm 1.5, 7.8 s"
+
+
+def test_the_share_of_high_entropy_is_of_each_mini_batch_whatever_the_micro_batches(
+    run: Run, alone: World, model_path: Path
+) -> None:
+    batch, settings = make_batch(run, step=1, groups=2, size=3), {"use_kl_loss": False, "top_entropy_quantile": 0.25}
+    first = learner(run, alone, model_path, (1, 1), settings)
+    expected = first.train(batch, PhaseTimer())
+    found = learner(run, alone, model_path, (64, 2), settings).train(batch, PhaseTimer())
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+    tokens = [sum(pack(read_group(run.path / group.path)).trained) for group in batch.groups]
+    kept = sum(math.floor(0.25 * (count - 1)) + 1 for count in tokens)
+    assert expected["policy/loss_metrics/selected"] == pytest.approx(kept / sum(tokens), rel=1e-6)
 
 
 def test_a_dump_has_the_entropy_of_the_policy_before_the_update(run: Run, alone: World, model_path: Path) -> None:
