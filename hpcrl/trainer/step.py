@@ -116,7 +116,8 @@ class Learner:
     def schedule(self, total_steps: int) -> None:
         """Set the number of steps of the whole run in the engines."""
         trainer = self._trainer
-        self.policy.schedule(total_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
+        policy_steps = max(total_steps - trainer.critic.warmup_steps, 0)
+        self.policy.schedule(policy_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
         if self.critic is not None:
             self.critic.schedule(total_steps * trainer.updates_per_batch(trainer.critic_mini_batch_size))
 
@@ -194,14 +195,15 @@ class Learner:
         lengths = list(chain.from_iterable(mini.plan.lengths for mini in minis))
         computed = list(chain.from_iterable(mini.plan.computed for mini in minis))
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis), computed)
-        self._flops = self._trainer.update_epochs_per_batch * flops
+        self._flops = self._trainer.update_epochs_per_batch * flops if work.policy else 0.0
         described = {}
         if not self._offline:
             advantages = advantage_histogram(minis, self._data)
             self.histograms = {"advantage": advantages, "log10_mismatch": mismatch_histogram(work.policy)}
             described = describe_batch(batch, work.advantages, self._trainer.algorithm)
         described |= describe_mini_batches(minis) | work.kl_penalty | self._peer.metrics
-        return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
+        described |= describe_critic(work.critic) if work.critic else {}
+        return described | (describe_updates(work.policy) if work.policy else {})
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
@@ -315,7 +317,7 @@ class Learner:
             with timer("critic_train"):
                 minis = regrouped(work.minis, work.batch, size, self._limits, data, CRITIC_REDUCTION)
             yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
-        if self._ranks.policy:
+        if self._ranks.policy and work.batch.step > self._trainer.critic.warmup_steps:
             yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
 
     @contextmanager
