@@ -20,6 +20,7 @@ from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError
+from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
@@ -38,10 +39,12 @@ from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
+from hpcrl.types import Batch
 from tests.paths import ROOT
 from tests.rows import with_columns
 from tests.trainer.critic_scenarios import make_critic, section
 from tests.trainer.material import make_batch, make_run
+from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import make_engine, parameters
 
 OWN = f"{__name__}:recorded"
@@ -248,15 +251,32 @@ def test_a_step_in_the_log() -> None:
     assert step_line(12, 128, metrics) == "step 12/128: reward 0.4125, loss -0.00312, grad norm 1.5, 7.8 s"
 
 
-def test_the_share_of_high_entropy_is_of_each_mini_batch_whatever_the_micro_batches(
-    run: Run, alone: World, model_path: Path
+FORKS = {"use_kl_loss": False, "top_entropy_quantile": 0.25}
+
+
+def forks_on_ranks(world: World, options: dict[str, Any]) -> None:
+    """A scenario of ranks: train on the tokens of highest entropy."""
+    run = Run.open(options["run"])
+    batch = Batch.from_json(read_json(run.batch(1)))
+    found = learner(run, world, Path(options["model"]), (2, 2), FORKS).train(batch, PhaseTimer())
+    if world.first:
+        write_json(Path(options["out"]), found)
+
+
+def test_the_share_of_high_entropy_is_of_each_mini_batch_however_it_is_divided(
+    run: Run, alone: World, two: Ranks, model_path: Path, tmp_path: Path
 ) -> None:
-    batch, settings = make_batch(run, step=1, groups=2, size=3), {"use_kl_loss": False, "top_entropy_quantile": 0.25}
-    first = learner(run, alone, model_path, (1, 1), settings)
-    expected = first.train(batch, PhaseTimer())
-    found = learner(run, alone, model_path, (64, 2), settings).train(batch, PhaseTimer())
+    batch = make_batch(run, step=1, groups=2, size=3)
+    write_json(run.batch(1), batch.to_json())
+    expected = learner(run, alone, model_path, (1, 1), FORKS).train(batch, PhaseTimer())
+    found = learner(run, alone, model_path, (64, 2), FORKS).train(batch, PhaseTimer())
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, abs=1e-5), name
+    options = {"run": str(run.path), "model": str(model_path), "out": str(tmp_path / "found")}
+    two.play([("test_step:forks_on_ranks", options)])
+    found = read_json(tmp_path / "found")
+    for name in ("policy/loss_metrics/selected", "policy/final_loss", "policy/grad_norm"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5), name
     tokens = [sum(pack(read_group(run.path / group.path)).trained) for group in batch.groups]
     kept = sum(math.floor(0.25 * (count - 1)) + 1 for count in tokens)
     assert expected["policy/loss_metrics/selected"] == pytest.approx(kept / sum(tokens), rel=1e-6)
