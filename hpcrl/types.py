@@ -399,6 +399,7 @@ class MicroBatch:
         nll_weights: [P] float32, the same for the mean over the tokens of rows with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
         values, returns: [P] float32, a critic's value before the token, and its target; None without one.
+        selected: [P] float32, 1 where the policy loss counts the token, 0 elsewhere; None: it counts all trained ones.
         margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
         staleness: [P] float32, age in versions of the version that chose the token; None where old log-probabilities are not estimated by it.
@@ -428,6 +429,7 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
     margins: torch.Tensor | None = None
     current: torch.Tensor | None = None
     staleness: torch.Tensor | None = None

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from hpcrl.config.setting import NotNegative, Several
 
 _EPSILON = 1e-6
 _LEAST_VARIANCE = 1e-8
@@ -130,8 +133,12 @@ def _groups(inputs: AdvantageInputs, rewards_B: torch.Tensor | None = None) -> _
 
 def _standardized(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
     """Return (r - mean) / (std + 1e-6) of each sample in its group, [B], with the unbiased standard deviation, 1 in a group of one."""
+    return groups.centered_B / _deviations(inputs, groups)
+
+
+def _deviations(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
     variance_B = inputs.by_group(groups.centered_B.square()) / (groups.counts_B - 1).clamp(min=1)
-    return groups.centered_B / (torch.where(groups.alone_B, 1.0, variance_B.sqrt()) + _EPSILON)
+    return torch.where(groups.alone_B, 1.0, variance_B.sqrt()) + _EPSILON
 
 
 def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
@@ -149,6 +156,44 @@ def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
     """
     groups = _groups(inputs)
     return inputs.to_entries(_standardized(inputs, groups) if grpo_norm_by_std else groups.centered_B)
+
+
+def pass_at_k(inputs: AdvantageInputs, *, k: Several = 4, grpo_norm_by_std: bool) -> torch.Tensor:
+    """Return what a sample adds to the best of k samples of its group (PKPO, arXiv:2505.15201, section 4).
+
+    The mean over all choices of k - 1 other samples of max(0, r - their best reward). Its gradient is, but for a factor k, an unbiased
+    one of the expected best reward of k samples: pass@k where rewards are 0 and 1. It is divided as grpo's by the standard deviation.
+    With k the number of samples that is verl's grpo_passk (arXiv:2503.19595). In a group with fewer than k samples that have a
+    reward, k is their number; 0 where there is no other.
+
+    Formula:
+        mean over k - 1 other samples of the group of max(0, R - their highest reward), divided as grpo
+    Use:
+        `n_samples_per_prompt` well above k, and samples are to be chosen among afterwards, or grpo has made all answers alike. Wrong
+        answers are never pushed down, and prompts that are mostly solved teach next to nothing: it is not worth it where one answer is
+        what counts
+    Args:
+        k: number of samples whose best reward is trained (arXiv:2505.15201); at most generator.n_samples_per_prompt.
+    """
+    groups = _groups(inputs)
+    gains_B = torch.zeros_like(groups.rewards_B)
+    scored_B = inputs.scored_B if inputs.scored_B is not None else torch.ones_like(gains_B)
+    for group in inputs.groups_B.unique():
+        members = ((inputs.groups_B == group) & (scored_B > 0)).nonzero()[:, 0]
+        if len(members) > 1:
+            gains_B[members] = _gains(groups.rewards_B[members], min(k, len(members)))
+    return inputs.to_entries(gains_B / _deviations(inputs, groups) if grpo_norm_by_std else gains_B)
+
+
+def _gains(rewards_N: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the mean over choices of k - 1 other rewards of max(0, reward - the highest of them), [N].
+
+    Of the others in ascending order, the j-th is the highest of comb(j - 1, k - 2) choices, and one above the reward adds nothing.
+    """
+    count = len(rewards_N)
+    shares = [comb(at, k - 2) / comb(count - 1, k - 1) for at in range(count - 1)]
+    weights_N = rewards_N.new_tensor([*shares, 0.0])
+    return (rewards_N[:, None] - rewards_N.sort().values).clamp(min=0) @ weights_N
 
 
 def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tensor:
@@ -260,25 +305,41 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> torch.Tensor:
 
 
 @per_token
-def gae(inputs: AdvantageInputs, *, gamma: float, lambd: float) -> torch.Tensor:
+def gae(inputs: AdvantageInputs, *, gamma: float, lambd: float, length_alpha: NotNegative = 0.0) -> torch.Tensor:
     """Return generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438).
+
+    With length_alpha, the lambda of a sample of l trained tokens is max(0, 1 - 1 / (length_alpha l)) (VAPO, arXiv:2504.05118,
+    section 4.2). So the sum of the weights of its temporal differences, 1 / (1 - lambda), grows with its length.
 
     Formula:
         Σ (gamma lambd)^k δ_(t+k), δ_t = reward_t + gamma V_(t+1) - V_t, whitened over the batch; only trained tokens are steps
     Use:
         rewards per token, or long answers where each step deserves a value of its own; costs a second model
-        (`trainer.critic.model.path`)
+        (`trainer.critic.model.path`). `length_alpha` 0.05 with `critic_lambd` 1.0 where the lengths of answers differ by a factor of ten.
+        It is not worth it for short ones: up to 20 tokens it makes lambda 0
+    Args:
+        length_alpha: makes the lambda of a sample's advantages 1 - 1 / (length_alpha * its trained tokens), at least 0, instead of lambd
+            (VAPO, arXiv:2504.05118). Its authors use 0.05; 0: lambd for all.
     """
     assert inputs.values_P is not None, "gae needs a critic's values"
-    returns_P = lambda_returns(inputs, inputs.values_P, gamma, lambd)
+    lambda_B: torch.Tensor | float = lambd
+    if length_alpha:
+        tokens_B = inputs.by_sample(inputs.mask_P).clamp(min=1)
+        lambda_B = (1 - 1 / (length_alpha * tokens_B)).clamp(min=0)
+    returns_P = lambda_returns(inputs, inputs.values_P, gamma, lambda_B)
     return whiten(returns_P - inputs.values_P, inputs.mask_P, inputs.total) * inputs.mask_P
 
 
-def lambda_returns(inputs: AdvantageInputs, values_P: torch.Tensor, gamma: float, lambd: float) -> torch.Tensor:
+def lambda_returns(
+    inputs: AdvantageInputs, values_P: torch.Tensor, gamma: float, lambd: float | torch.Tensor
+) -> torch.Tensor:
     """Return what a critic should have expected before each token, [P]: its value plus the generalized advantage.
 
     Only trained tokens are steps: values elsewhere count nothing, they are no steps in time, and a reward there belongs to the last
     trained token before it. The sources step through padding and through observations.
+
+    Args:
+        lambd: one number, or [B], that of each sample.
     """
 
     def columns(of_P: torch.Tensor) -> torch.Tensor:
@@ -335,6 +396,7 @@ def _moments(
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": grpo,
+    "pass_at_k": pass_at_k,
     "rloo": rloo,
     "maxrl": maxrl,
     "opo": opo,

@@ -1,7 +1,7 @@
 """Losses of pairs of answers to one prompt, of which one is preferred, from the log-probabilities of whole answers.
 
 A loss gives one number per pair. It neither divides nor knows the mini-batch, whose loss is the mean over its pairs. Formulas are those of
-TRL's DPOTrainer 1.16, with which tests compare them.
+TRL's DPOTrainer 1.16, with which tests compare them; simpo and orpo, which compare with no reference, are those of their papers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hpcrl.config.sections.dpo import DPOConfig
 
 LIKELIHOOD = "sft"
 """The name in trainer.dpo.loss_type that is no loss of pairs: the cross entropy of the chosen answers, a mean over their tokens."""
+_NEARLY_CERTAIN = -1e-6
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ class Pairs:
         chosen = self.chosen_ratio / self.chosen_tokens.clamp(min=1)
         return chosen - self.rejected_ratio / self.rejected_tokens.clamp(min=1)
 
+    @property
+    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean log-probability of a trained token of the chosen and of the rejected answer, without the reference."""
+        return self.chosen / self.chosen_tokens.clamp(min=1), self.rejected / self.rejected_tokens.clamp(min=1)
+
 
 Loss = Callable[[Pairs, DPOConfig], torch.Tensor]
 """(pairs, settings) -> loss [N]."""
@@ -123,6 +129,28 @@ def apo_down(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
     return torch.sigmoid(dpo.beta * pairs.chosen_ratio) + 1 - torch.sigmoid(dpo.beta * pairs.margin)
 
 
+def simpo(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return -log σ(β (log π(chosen)/|chosen| - log π(rejected)/|rejected|) - γ), γ = simpo_gamma (SimPO, arXiv:2405.14734, equation 6)."""
+    chosen, rejected = pairs.means
+    return -logsigmoid(dpo.beta * (chosen - rejected) - dpo.simpo_gamma)
+
+
+def orpo(pairs: Pairs, _: DPOConfig) -> torch.Tensor:
+    """Return -log σ(log (odds(chosen) / odds(rejected))) (ORPO, arXiv:2403.07691, equations 4 and 7), where odds(y) = p / (1 - p).
+
+    p is the geometric mean of the probabilities of the answer's tokens. The paper's loss adds the likelihood of the chosen answers: `sft`
+    beside it; its λ is the weight of this loss.
+    """
+    chosen, rejected = (_log_odds(mean) for mean in pairs.means)
+    return -logsigmoid(chosen - rejected)
+
+
+def _log_odds(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return log(p / (1 - p)) from log p; p is kept from 1, where odds are infinite."""
+    bounded = logprobs.clamp(max=_NEARLY_CERTAIN)
+    return bounded - torch.log(-torch.expm1(bounded))
+
+
 PAIR_LOSSES: dict[str, Loss] = {
     "sigmoid": sigmoid,
     "sigmoid_norm": sigmoid_norm,
@@ -133,6 +161,8 @@ PAIR_LOSSES: dict[str, Loss] = {
     "nca_pair": nca_pair,
     "apo_zero": apo_zero,
     "apo_down": apo_down,
+    "simpo": simpo,
+    "orpo": orpo,
 }
 
 
@@ -153,8 +183,12 @@ def pair_loss(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
 
 
 def pair_metrics(pairs: Pairs, dpo: DPOConfig) -> dict[str, torch.Tensor]:
-    """Return what TRL reports of pairs, [N] each, without gradient: rewards are β times the log-ratio."""
-    chosen, rejected = (dpo.beta * ratio.detach() for ratio in (pairs.chosen_ratio, pairs.rejected_ratio))
+    """Return what TRL reports of pairs, [N] each, without gradient.
+
+    Rewards are β times the log-ratio; of losses that compare with no reference β times the mean log-probability of a token.
+    """
+    answers = pairs.means if dpo.compares_tokens else (pairs.chosen_ratio, pairs.rejected_ratio)
+    chosen, rejected = (dpo.beta * answer.detach() for answer in answers)
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

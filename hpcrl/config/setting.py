@@ -54,12 +54,13 @@ class Range:
         return self.at_low if self.at_low and value == self.low else f"expected {self}, found {value}"
 
 
-COUNT, NOT_NEGATIVE, POSITIVE = Range(1), Range(0), Range(0, low_open=True)
+COUNT, SEVERAL, NOT_NEGATIVE, POSITIVE = Range(1), Range(2), Range(0), Range(0, low_open=True)
 SHARE, SHARE_ABOVE_0 = Range(0, 1), Range(0, 1, low_open=True)
 SHARE_BELOW_1 = Range(0, 1, high_open=True)
 FINITE = Range()
 
 Count = Annotated[int, COUNT]
+Several = Annotated[int, SEVERAL]
 NotNegative = Annotated[float, NOT_NEGATIVE]
 Positive = Annotated[float, POSITIVE]
 Share = Annotated[float, SHARE]

@@ -145,7 +145,8 @@ def estimate_advantages(
         values_B = _by_sample(batch, minis, estimator, algorithm, over_ranks)
         raw_P = values_B.repeat_interleave(torch.tensor(inputs.lengths, dtype=torch.int64))
     if inputs.values_P is not None:
-        returns_P = lambda_returns(inputs, inputs.values_P, algorithm.gamma, algorithm.lambd)
+        lambd = algorithm.lambd if algorithm.critic_lambd is None else algorithm.critic_lambd
+        returns_P = lambda_returns(inputs, inputs.values_P, algorithm.gamma, lambd)
         for samples, own_P in zip(minis, returns_P.float().split(sizes), strict=True):
             samples.scores.returns = own_P
     assert raw_P.shape == mask_P.shape, (

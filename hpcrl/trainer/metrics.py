@@ -150,7 +150,7 @@ def advantage_histogram(minis: Sequence[MiniBatch], data: World) -> Histogram | 
 
 def mismatch_histogram(updates: Sequence[UpdateResult]) -> Histogram | None:
     """Return how the powers of ten of the differences between log-probabilities of engines and trainer are distributed."""
-    names = sorted(name for name in updates[0].sums if name.startswith(MISMATCH))
+    names = sorted(name for update in updates[:1] for name in update.sums if name.startswith(MISMATCH))
     counts = [round(sum(update.sums[name] for update in updates)) for name in names]
     return Histogram(*MISMATCH_RANGE, counts) if any(counts) else None
 
@@ -236,14 +236,14 @@ def describe_cost(
         peak_tflops: trainer.peak_tflops.
     """
     tokens = sum(length for group in batch.groups for length in group.lengths)
-    return {
-        **describe_times(seconds),
+    found = describe_times(seconds) | {
         "throughput/tokens_per_second": tokens / seconds[_STEP],
         "throughput/wait_share": seconds.get(_BATCH, 0.0) / seconds[_STEP],
-        "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
-        **describe_flops(flops, seconds["policy_train"], world.size, world.device, peak_tflops),
-        **describe_memory(world),
     }
+    if (trained := seconds.get("policy_train")) is not None:  # not where the critic is trained alone
+        found["throughput/train_tokens_per_second_per_rank"] = tokens / trained / world.size
+        found |= describe_flops(flops, trained, world.size, world.device, peak_tflops)
+    return found | describe_memory(world)
 
 
 def describe_memory(world: World) -> dict[str, float]:

@@ -31,12 +31,13 @@ class Scores:
 
     Attributes:
         old_logprobs, ref_logprobs: float32, of the policy before the update and of the reference.
-        entropies: float32, of the policy before the update, where it is dumped.
+        entropies: float32, of the policy before the update, where it is dumped or selects tokens.
         staleness: float32, as of PackedRows, where old log-probabilities are estimated by it.
         values: float32, what the critic expected before the token.
         penalties: float64, subtracted from the token's reward.
         advantages: float32.
         returns: float32, what the critic should have expected before the token.
+        selected: float32, as of MicroBatch.
         margins: float32, the margin of a pair at the end of its chosen answer.
         teacher_logprobs: float32, of the teacher that the policy is compared with.
         teacher_ids, teacher_top: [P, K] int32 and float32, as of MicroBatch.
@@ -53,6 +54,7 @@ class Scores:
     penalties: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
     margins: torch.Tensor | None = None
 
     def present(self) -> dict[str, torch.Tensor]:
@@ -159,6 +161,7 @@ class PackedRows:
             advantages=slice_of(scores.advantages),
             values=slice_of(scores.values),
             returns=slice_of(scores.returns),
+            selected=slice_of(scores.selected),
             margins=slice_of(scores.margins),
             teacher_ids=slice_of(scores.teacher_ids),
             teacher_top=slice_of(scores.teacher_top),

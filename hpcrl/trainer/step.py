@@ -10,6 +10,7 @@ from itertools import chain
 
 import torch
 
+from hpcrl.algorithms.entropies import highest_entropies
 from hpcrl.config import TrainerConfig
 from hpcrl.observe.metrics import Histogram
 from hpcrl.rundir.layout import Run
@@ -115,7 +116,8 @@ class Learner:
     def schedule(self, total_steps: int) -> None:
         """Set the number of steps of the whole run in the engines."""
         trainer = self._trainer
-        self.policy.schedule(total_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
+        policy_steps = max(total_steps - trainer.critic.warmup_steps, 0)
+        self.policy.schedule(policy_steps * trainer.updates_per_batch(trainer.policy_mini_batch_size))
         if self.critic is not None:
             self.critic.schedule(total_steps * trainer.updates_per_batch(trainer.critic_mini_batch_size))
 
@@ -193,14 +195,15 @@ class Learner:
         lengths = list(chain.from_iterable(mini.plan.lengths for mini in minis))
         computed = list(chain.from_iterable(mini.plan.computed for mini in minis))
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis), computed)
-        self._flops = self._trainer.update_epochs_per_batch * flops
+        self._flops = self._trainer.update_epochs_per_batch * flops if work.policy else 0.0
         described = {}
         if not self._offline:
             advantages = advantage_histogram(minis, self._data)
             self.histograms = {"advantage": advantages, "log10_mismatch": mismatch_histogram(work.policy)}
             described = describe_batch(batch, work.advantages, self._trainer.algorithm)
         described |= describe_mini_batches(minis) | work.kl_penalty | self._peer.metrics
-        return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
+        described |= describe_critic(work.critic) if work.critic else {}
+        return described | (describe_updates(work.policy) if work.policy else {})
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         data, samples, of_hints = self._data, [mini.rows for mini in minis], dict[str, float]()
@@ -209,6 +212,7 @@ class Learner:
                 timer.count()
                 for number, mini in enumerate(minis):
                     self._score(batch, mini, self._counted("score.micro_batch", timer), first=number == 0)
+                self._select_tokens(minis)
                 if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
                     rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
@@ -240,11 +244,22 @@ class Learner:
                 metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
         return metrics, advantages
 
-    def _measure_entropies(self, minis: list[MiniBatch]) -> None:
+    def _select_tokens(self, minis: list[MiniBatch]) -> None:
+        """Fill in which tokens of each mini-batch the policy loss counts, where those are not all."""
+        share = self._trainer.algorithm.top_entropy_quantile
+        if self._offline or share == 1 or not self._ranks.policy:
+            return
+        self._measure_entropies(minis, partial(self.consensus, "score.micro_batch"))
+        for mini in minis:
+            scores = mini.rows.scores
+            assert scores.entropies is not None
+            scores.selected = highest_entropies(scores.entropies, mini.rows.loss_mask, share, self._data.sum)
+
+    def _measure_entropies(self, minis: list[MiniBatch], before: Callable[[], None] = lambda: None) -> None:
         """Fill in entropies of the policy before the update; after some updates of a batch, they are there already."""
         for mini in minis if self._ranks.policy and not self._offline else []:
             if mini.rows.scores.entropies is None:
-                mini.rows.scores.entropies = mini.scored(self.policy.entropies)
+                mini.rows.scores.entropies = mini.scored(self.policy.entropies, before)
 
     def _counted(self, place: str, timer: PhaseTimer) -> Callable[[], None]:
         """Return what is called before each micro-batch: ranks agree whether to stop, and the timer counts it."""
@@ -302,7 +317,7 @@ class Learner:
             with timer("critic_train"):
                 minis = regrouped(work.minis, work.batch, size, self._limits, data, CRITIC_REDUCTION)
             yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
-        if self._ranks.policy:
+        if self._ranks.policy and work.batch.step > self._trainer.critic.warmup_steps:
             yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from statistics import fmean, stdev
 from typing import Any
 
@@ -23,6 +24,7 @@ from hpcrl.algorithms.filters import varied
 from hpcrl.algorithms.settings import configured
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.algorithm import GDPOConfig
+from hpcrl.config.sections.functions import GaeConfig, PassAtKConfig
 
 GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 0.5, 0.5, 2.0, 0.0]
@@ -30,7 +32,7 @@ TOKENS = [3, 1, 4, 2, 5, 1, 6, 2, 3]
 NAMES = list(ESTIMATORS)
 BY_SAMPLE = [name for name in NAMES if not is_per_token(ESTIMATORS[name])]
 BASELINES = {0: 0.5, 1: -1.0, 2: 0.125}  # of each group
-BY_GROUP = ["grpo", "rloo", "opo", "reinforce++_baseline", "gdpo"]
+BY_GROUP = ["grpo", "pass_at_k", "rloo", "opo", "reinforce++_baseline", "gdpo"]
 NAMED = {"reward": 1.0, "length": 0.5}  # the rewards of gdpo
 
 
@@ -118,6 +120,34 @@ def test_grpo_without_the_standard_deviation() -> None:
     close(estimate("grpo", inputs(), grpo_norm_by_std=False), expected)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("k", [2, 3, 4, 9])
+def test_pass_at_k_is_what_a_sample_adds_to_the_best_of_the_others(k: int, norm: bool) -> None:
+    expected = []
+    for at, (reward, group, count) in enumerate(zip(REWARDS, GROUPS, TOKENS, strict=True)):
+        others = [r for i, (r, g) in enumerate(zip(REWARDS, GROUPS, strict=True)) if g == group and i != at]
+        choices = list(combinations(others, min(k, len(others) + 1) - 1))
+        gain = fmean(max(reward, *chosen) - max(chosen) for chosen in choices)
+        expected.append([gain / (stdev([reward, *others]) + 1e-6) if norm else gain] * count)
+    close(estimate("pass_at_k", inputs(), grpo_norm_by_std=norm, pass_at_k=PassAtKConfig(k=k)), expected)
+
+
+def test_pass_at_k_has_the_gradient_of_the_best_reward_of_k_samples() -> None:
+    """A policy that solves with probability p: k times the mean over all groups of advantage x gradient is d/dp of 1 - (1 - p)^k."""
+    p, n, k = 0.3, 5, 3
+    gradient = 0.0
+    for solved in range(n + 1):
+        rewards = [1.0] * solved + [0.0] * (n - solved)
+        given = inputs(rewards, [0] * n, [1] * n)
+        advantages = [
+            part.item() for part in estimate("pass_at_k", given, grpo_norm_by_std=False, pass_at_k=PassAtKConfig(k=k))
+        ]
+        scores = [1 / p if reward else -1 / (1 - p) for reward in rewards]
+        chance = math.comb(n, solved) * p**solved * (1 - p) ** (n - solved)
+        gradient += chance * k * fmean(a * s for a, s in zip(advantages, scores, strict=True))
+    assert gradient == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-12)
+
+
 def test_whitened_group_advantages() -> None:
     means = [1.25 / 3] * 3 + [2.0] * 2 + [0.75] * 4
     tokens = [r - mean for r, mean, n in zip(REWARDS, means, TOKENS, strict=True) for _ in range(n)]
@@ -194,6 +224,20 @@ def test_gae_is_the_recursion_over_the_trained_tokens_of_each_sample(gamma: floa
     close(estimate("gae", given, gamma=gamma, lambd=lambd), expected)
 
 
+def test_lambda_grows_with_the_length_of_a_sample() -> None:
+    """Samples of 1, 5 and 40 tokens have the lambdas 0, 0.2 and 0.9 of alpha 0.25, each as if it were of all."""
+    given = inputs([1.0, 0.5, -1.0], [0, 1, 2], [1, 5, 40], holes=False)
+    assert given.values_P is not None
+    lambdas = torch.tensor([0.0, 0.2, 0.9], dtype=torch.float64)
+    each = [lambda_returns(given, given.values_P, 0.9, lambd.item()).split(list(given.lengths)) for lambd in lambdas]
+    raw_P = torch.cat([each[at][at] for at in range(3)]) - given.values_P
+    torch.testing.assert_close(lambda_returns(given, given.values_P, 0.9, lambdas) - given.values_P, raw_P)
+    trained_P = raw_P[given.mask_P > 0]
+    expected = (trained_P - trained_P.mean()) / (trained_P.var() + 1e-8).sqrt()
+    found = estimate("gae", given, gamma=0.9, lambd=0.5, gae=GaeConfig(length_alpha=0.25))
+    torch.testing.assert_close(torch.cat(found), expected)
+
+
 def test_with_lambda_1_returns_are_the_discounted_rewards_whatever_the_critic_says() -> None:
     given = inputs()
     assert given.values_P is not None
@@ -257,7 +301,16 @@ def test_what_all_rewards_of_a_group_share_does_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "power"),
-    [("grpo", 0), ("gdpo", 0), ("rloo", 1), ("opo", 1), ("maxrl", 0), ("reinforce++", 0), ("reinforce++_baseline", 0)],
+    [
+        ("grpo", 0),
+        ("pass_at_k", 0),
+        ("gdpo", 0),
+        ("rloo", 1),
+        ("opo", 1),
+        ("maxrl", 0),
+        ("reinforce++", 0),
+        ("reinforce++_baseline", 0),
+    ],
 )
 def test_the_scale_of_rewards(name: str, power: int) -> None:
     scaled = estimate(name, inputs([r * 8 for r in REWARDS]))
@@ -276,6 +329,7 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
     [
         ("grpo", [0.7, -0.3]),
         ("maxrl", [0.7, -0.3]),
+        ("pass_at_k", [0.0, 0.0]),
         ("rloo", [0.0, 0.0]),
         ("opo", [0.0, 0.0]),
         ("remax", [0.2, 0.7]),
@@ -300,7 +354,7 @@ def test_a_sample_that_failed_counts_in_no_statistic_of_its_group(name: str) -> 
     assert [len(part) for part in found[len(REWARDS) :]] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "reinforce++_baseline"])
+@pytest.mark.parametrize("name", ["grpo", "pass_at_k", "rloo", "maxrl", "opo", "reinforce++_baseline"])
 def test_the_only_sample_of_a_group_that_did_not_fail_has_nothing_to_be_compared_with(name: str) -> None:
     given = inputs([0.7, 0.7, 0.7], [0, 0, 0], [0, 2, 0])
     (_, left, _) = estimate(name, replace(given, scored_B=torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)))

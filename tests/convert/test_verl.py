@@ -133,6 +133,8 @@ def test_ppo_has_a_critic_and_its_divergence_in_the_reward(tmp_path: Path) -> No
     assert (algorithm.kl_loss_coef, algorithm.kl_estimator_type) == (0.002, "k1")
     assert config.trainer.critic.model.path == "Qwen/Qwen3-1.7B"
     assert config.trainer.critic.optimizer_config.lr == 2e-5
+    assert config.trainer.critic.warmup_steps == 0
+    assert load(words(f"{PPO} trainer.critic_warmup=20"), tmp_path).trainer.critic.warmup_steps == 19, "from step 20 on"
 
 
 def test_dapo_filters_groups_and_shortens_responses(tmp_path: Path) -> None:
@@ -178,6 +180,10 @@ def test_megatron_shares_its_gpus_and_recomputes_as_told(tmp_path: Path) -> None
         (f"{ACTOR}entropy_coeff=0.001", {"use_entropy_loss": True, "entropy_loss_coef": 0.001}),
         ("algorithm.rollout_correction.rollout_is=token", {"off_policy_correction.tis_ratio_type": "token"}),
         ("algorithm.adv_estimator=reinforce_plus_plus", {"advantage_estimator": "reinforce++"}),
+        (
+            f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=6",
+            {"advantage_estimator": "pass_at_k", "pass_at_k.k": 6, "grpo_norm_by_std": True},
+        ),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"grpo_norm_by_std": False}),
     ],
 )
@@ -199,9 +205,8 @@ def test_algorithms(given: str, expected: dict[str, Any], tmp_path: Path) -> Non
         ("custom_reward_function.path=score.py", "rewrite it"),
         ("reward_model.enable=True", "environment.reward_model"),
         (f"{MODEL}trust_remote_code=True", "never run here"),
-        ("algorithm.adv_estimator=grpo_passk", "there is no grpo_passk"),
+        ("algorithm.adv_estimator=gigpo", "there is no gigpo"),
         (f"{ACTOR}policy_loss.loss_mode=own", "there is no own"),
-        ("trainer.critic_warmup=20", "begin together"),
         ("data.train_max_samples=100", "cut the file"),
         (f"{ACTOR}grad_clip=0.5", "give both the same value"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness_steps"),

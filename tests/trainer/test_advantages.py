@@ -195,6 +195,26 @@ def test_returns_come_from_the_rewards_of_tokens(tmp_path: Path) -> None:
     assert found == pytest.approx([(x - mean) / deviation for x in raw], rel=1e-5, abs=1e-6)
 
 
+def test_a_critic_learns_returns_by_a_lambda_of_its_own(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    found = dict[float | None, tuple[torch.Tensor, torch.Tensor]]()
+    for own in (None, 1.0, 0.5):
+        samples = everything(run, batch)
+        samples.scores.values = torch.linspace(-1, 1, len(samples.token_ids))
+        settings = {"advantage_estimator": "gae", "lambd": 0.5, "critic_lambd": own}
+        estimate_advantages(batch, [samples], build(AlgorithmConfig, settings), list)
+        assert samples.scores.advantages is not None
+        assert samples.scores.returns is not None
+        found[own] = samples.scores.advantages, samples.scores.returns
+    for advantages, _ in found.values():
+        torch.testing.assert_close(advantages, found[None][0])
+    torch.testing.assert_close(found[0.5][1], found[None][1])
+    # with lambda 1 and gamma 1, the returns are the rewards to come, whatever the values are
+    rewards_P = torch.cat([part.flip(0).cumsum(0).flip(0) for part in samples.rewards.split(samples.lengths)])
+    trained_P = samples.loss_mask > 0
+    torch.testing.assert_close(found[1.0][1][trained_P], rewards_P[trained_P])
+
+
 def test_normalized_over_the_trained_tokens_of_the_batch(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
     (rows, raw), (normal_rows, normal) = one_rank(run, batch), one_rank(run, batch, advantage_batch_normalize=True)

@@ -351,6 +351,7 @@ def test_checkpoints_with_and_without_a_critic(
 def test_a_job_trains_policy_and_critic(model_path: Path, tmp_path: Path) -> None:
     critic = {
         "model": {"path": str(model_path)},
+        "warmup_steps": 1,
         "optimizer_config": {"lr": 1e-2},
         "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
     }
@@ -368,5 +369,7 @@ def test_a_job_trains_policy_and_critic(model_path: Path, tmp_path: Path) -> Non
         "critic/returns_mean", "critic/values_clipfrac", "critic/explained_variance",
     }  # fmt: skip
     assert second["timing/critic_train"] > 0
+    assert "policy/grad_norm" in second
+    assert "policy/grad_norm" not in first, "the first step trains the critic alone"
     assert abs(first["critic/values_mean"]) < abs(second["critic/values_mean"]), "rewards are positive"
     assert (run.checkpoint(2) / "critic" / ".metadata").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ from hpcrl.algorithms.kl import adapted
 from hpcrl.algorithms.losses import LossTokens, Values
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError
+from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
@@ -31,15 +34,18 @@ from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.build import objective_of
+from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
+from hpcrl.types import Batch
 from tests.paths import ROOT
 from tests.rows import with_columns
-from tests.trainer.critic_scenarios import section
+from tests.trainer.critic_scenarios import make_critic, section
 from tests.trainer.material import make_batch, make_run
-from tests.trainer.scenarios import make_engine
+from tests.trainer.ranks import Ranks
+from tests.trainer.scenarios import make_engine, parameters
 
 OWN = f"{__name__}:recorded"
 WARNED = MismatchLimit(0.3, "warn")  # samples are made up
@@ -74,16 +80,18 @@ def learner(
     algorithm: dict[str, Any],
     mismatch: MismatchLimit = WARNED,
     dumped: bool = False,
+    critic: dict[str, Any] | None = None,
 ) -> Learner:
-    """Return what trains batches of two groups in two mini-batches; limits: samples in training and in scoring."""
+    """Return what trains batches of two groups in two mini-batches, with a critic if it has settings; limits: samples in training and in scoring."""
     changes = {"algorithm": {"advantage_estimator": "grpo", **algorithm}, "train_batch_size": 2}
     sizes = {"policy_mini_batch_size": 1, "micro_train_batch_size_per_gpu": limits[0]}
     sizes |= {"micro_forward_batch_size_per_gpu": limits[1], "dump_data_batch": dumped}
+    sizes |= {"critic_mini_batch_size": 2, "critic": critic or {}}
     trainer = section(str(model_path), {"trainer": {**changes, **sizes}})
     engine = make_engine(world, str(model_path), {"trainer": {"algorithm": changes["algorithm"]}})
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
-        run, ModelRanks(world, world), trainer, engine, None,
+        run, ModelRanks(world, world), trainer, engine, make_critic(world, trainer) if critic else None,
         objective=objective_of(trainer), limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=mismatch,
         dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
     )  # fmt: skip
@@ -241,6 +249,66 @@ def test_a_step_in_the_log() -> None:
         "timing/step": 7.84,
     }
     assert step_line(12, 128, metrics) == "step 12/128: reward 0.4125, loss -0.00312, grad norm 1.5, 7.8 s"
+
+
+FORKS = {"use_kl_loss": False, "top_entropy_quantile": 0.25}
+
+
+def forks_on_ranks(world: World, options: dict[str, Any]) -> None:
+    """A scenario of ranks: train on the tokens of highest entropy."""
+    run = Run.open(options["run"])
+    batch = Batch.from_json(read_json(run.batch(1)))
+    found = learner(run, world, Path(options["model"]), (2, 2), FORKS).train(batch, PhaseTimer())
+    if world.first:
+        write_json(Path(options["out"]), found)
+
+
+def test_the_share_of_high_entropy_is_of_each_mini_batch_however_it_is_divided(
+    run: Run, alone: World, two: Ranks, model_path: Path, tmp_path: Path
+) -> None:
+    batch = make_batch(run, step=1, groups=2, size=3)
+    write_json(run.batch(1), batch.to_json())
+    expected = learner(run, alone, model_path, (1, 1), FORKS).train(batch, PhaseTimer())
+    found = learner(run, alone, model_path, (64, 2), FORKS).train(batch, PhaseTimer())
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+    options = {"run": str(run.path), "model": str(model_path), "out": str(tmp_path / "found")}
+    two.play([("test_step:forks_on_ranks", options)])
+    found = read_json(tmp_path / "found")
+    for name in ("policy/loss_metrics/selected", "policy/final_loss", "policy/grad_norm"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-5), name
+    tokens = [sum(pack(read_group(run.path / group.path)).trained) for group in batch.groups]
+    kept = sum(math.floor(0.25 * (count - 1)) + 1 for count in tokens)
+    assert expected["policy/loss_metrics/selected"] == pytest.approx(kept / sum(tokens), rel=1e-6)
+
+
+def test_the_critic_is_trained_alone_first(run: Run, alone: World, model_path: Path) -> None:
+    algorithm = {"advantage_estimator": "gae", "use_kl_loss": False}
+    own = learner(run, alone, model_path, (2, 2), algorithm, critic={"warmup_steps": 1})
+    own.schedule(3)
+    assert own.critic is not None
+    policy, critic = (
+        {name: value.clone() for name, value in parameters(each).items()} for each in (own.policy, own.critic)
+    )
+
+    def moved(engine: Any, before: dict[str, torch.Tensor]) -> bool:
+        return any(not torch.equal(value, before[name]) for name, value in parameters(engine).items())
+
+    batch = make_batch(run, step=1, groups=2, size=3)
+    first = own.train(batch, PhaseTimer())
+    assert moved(own.critic, critic)
+    assert not moved(own.policy, policy)
+    assert first["critic/grad_norm"] > 0
+    assert first.keys() & {"policy/final_loss", "policy/policy_lr", "policy/grad_norm"} == set()
+    cost = own.cost(batch, {"step": 2.0, "critic_train": 1.0})
+    assert cost["throughput/tokens_per_second"] > 0
+    assert "throughput/train_tokens_per_second_per_rank" not in cost
+    second = own.train(make_batch(run, step=2, groups=2, size=3), PhaseTimer())
+    assert moved(own.policy, policy)
+    at_once = learner(run, alone, model_path, (2, 2), algorithm, critic={"warmup_steps": 0})
+    at_once.schedule(2)
+    expected = at_once.train(make_batch(run, step=1, groups=2, size=3), PhaseTimer())
+    assert second["policy/policy_lr"] == expected["policy/policy_lr"]
 
 
 def test_a_dump_has_the_entropy_of_the_policy_before_the_update(run: Run, alone: World, model_path: Path) -> None:

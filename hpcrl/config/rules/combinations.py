@@ -33,6 +33,7 @@ from hpcrl.config.rules.cluster import (
     ways_of_weights,
 )
 from hpcrl.config.rules.generation import (
+    best_of_samples,
     chat,
     datasets,
     dynamic_sampling,
@@ -240,7 +241,7 @@ def _reference(config: ConfigTree) -> Iterator[Problem]:
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
         needs = {
             "rl": "without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them",
-            "dpo": "with trainer.dpo.reference_free; set it to false",
+            "dpo": "with trainer.dpo.reference_free, or with simpo and orpo alone; choose another trainer.dpo.loss_type",
         }
         without = needs.get(config.trainer.mode, f'with trainer.mode="{config.trainer.mode}"; choose another one')
         yield Problem(name, f"there is no reference model {without}, or leave this out")
@@ -419,6 +420,7 @@ RULES: tuple[Rule, ...] = (
     rows_of_samples,
     sampling_parameters,
     sampled_distribution,
+    best_of_samples,
     dynamic_sampling,
     _experts,
     teacher,

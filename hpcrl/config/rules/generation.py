@@ -131,6 +131,15 @@ def step_wise(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(path, "needs generator.use_conversation_multi_turn=true, where each turn is a message of its own")
 
 
+def best_of_samples(config: ConfigTree) -> Iterator[Problem]:
+    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    if algorithm.advantage_estimator == "pass_at_k" and algorithm.pass_at_k.k > samples:
+        yield Problem(
+            "trainer.algorithm.pass_at_k.k",
+            f"expected at most generator.n_samples_per_prompt={samples}, of which k are compared, found {algorithm.pass_at_k.k}",
+        )
+
+
 def dynamic_sampling(config: ConfigTree) -> Iterator[Problem]:
     path, algorithm = "trainer.algorithm.dynamic_sampling", config.trainer.algorithm
     sampling = algorithm.dynamic_sampling

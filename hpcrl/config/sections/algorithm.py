@@ -20,6 +20,7 @@ from hpcrl.config.setting import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    SHARE_ABOVE_0,
     SHARE_BELOW_1,
     Range,
     When,
@@ -134,8 +135,8 @@ class AlgorithmConfig(FunctionsConfig):
     advantage_estimator: str = setting("grpo", named=ADVANTAGE_ESTIMATORS)
     """How rewards become advantages. {names}; or your own as "package.module:function"."""
 
-    grpo_norm_by_std: bool = setting(True, used_by=chosen("advantage_estimator", "grpo"))
-    """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
+    grpo_norm_by_std: bool = setting(True, used_by=chosen("advantage_estimator", "grpo", "pass_at_k"))
+    """grpo, pass_at_k: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
     """Standardize advantages over all trained tokens of the batch."""
@@ -151,6 +152,9 @@ class AlgorithmConfig(FunctionsConfig):
 
     lambd: float = setting(1.0, range=SHARE, used_by=CRITIC)
     """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
+
+    critic_lambd: float | None = setting(None, range=SHARE, used_by=CRITIC)
+    """Lambda of the returns that a critic learns, where it is not that of the advantages (decoupled GAE, VAPO, arXiv:2504.05118, whose authors use 1.0: unbiased returns); unset: lambd."""
 
     policy_loss_type: str = setting("regular", named=POLICY_LOSSES)
     """Policy loss. {names}; or your own as "package.module:function"."""
@@ -194,6 +198,9 @@ class AlgorithmConfig(FunctionsConfig):
 
     observation_nll_coef: float | None = setting(None, range=NOT_NEGATIVE)
     """Weight of the negative log-likelihood of the environment's answers between turns, as a mean over tokens, in the loss (ECHO, arXiv:2605.24517, whose authors use 0.05); unset: none."""
+
+    top_entropy_quantile: float = setting(1.0, range=SHARE_ABOVE_0)
+    """Share of a mini-batch's trained tokens, those of highest entropy before the update, that the policy loss counts (arXiv:2506.01939, whose authors use 0.2). All others count 0 in its means, and have the KL and entropy terms alone. It costs a forward pass. 1: all."""
 
     use_rollout_logprobs_for_loss: bool = False
     """Use the rollout's log-probabilities as the old policy's; saves a forward pass."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config.conditions import chosen
-from hpcrl.config.setting import NOT_NEGATIVE, POSITIVE, SHARE, Named, section, setting
+from hpcrl.config.setting import NOT_NEGATIVE, POSITIVE, SEVERAL, SHARE, Named, section, setting
 
 # fmt: off
 
@@ -35,6 +35,7 @@ POLICY_LOSSES: dict[str, Named] = {
 
 ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "grpo": Named("the reward against the mean of its group (GRPO, arXiv:2402.03300)", ("grpo_norm_by_std",)),
+    "pass_at_k": Named("what a sample adds to the best of k samples of its group (PKPO, arXiv:2505.15201)", ("grpo_norm_by_std", "k",)),
     "rloo": Named("the reward against the mean of the group's other samples (RLOO, arXiv:2402.14740)", ()),
     "maxrl": Named("the reward against the mean of its group, divided by that mean (MaxRL, arXiv:2602.02710)", ()),
     "opo": Named("the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585)", ()),
@@ -42,7 +43,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "gdpo": Named("several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242)", ("rewards",)),
     "reinforce++": Named("the discounted rewards from each token on, whitened over the batch (REINFORCE++, arXiv:2501.03262)", ("gamma",)),
     "reinforce++_baseline": Named("the reward against the mean of its group, whitened over the tokens of the batch (REINFORCE++ with a baseline, arXiv:2501.03262)", ()),
-    "gae": Named("generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438)", ("gamma", "lambd",)),
+    "gae": Named("generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438)", ("gamma", "lambd", "length_alpha",)),
 }
 
 KL_ESTIMATORS: dict[str, Named] = {
@@ -172,6 +173,18 @@ class M2poConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassAtKConfig:
+    k: int = setting(4, range=SEVERAL)
+    """pass_at_k: number of samples whose best reward is trained (arXiv:2505.15201); at most generator.n_samples_per_prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaeConfig:
+    length_alpha: float = setting(0.0, range=NOT_NEGATIVE)
+    """gae: makes the lambda of a sample's advantages 1 - 1 / (length_alpha * its trained tokens), at least 0, instead of lambd (VAPO, arXiv:2504.05118). Its authors use 0.05; 0: lambd for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FunctionsConfig:
     sapo: SapoConfig = section(SapoConfig, used_by=chosen("policy_loss_type", "sapo"))
 
@@ -190,3 +203,7 @@ class FunctionsConfig:
     dro: DroConfig = section(DroConfig, used_by=chosen("policy_loss_type", "dro"))
 
     m2po: M2poConfig = section(M2poConfig, used_by=chosen("policy_loss_type", "m2po"))
+
+    pass_at_k: PassAtKConfig = section(PassAtKConfig, used_by=chosen("advantage_estimator", "pass_at_k"))
+
+    gae: GaeConfig = section(GaeConfig, used_by=chosen("advantage_estimator", "gae"))

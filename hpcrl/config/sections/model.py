@@ -497,6 +497,9 @@ class RefConfig:
 class CriticConfig:
     model: CriticModelConfig = section(CriticModelConfig, on_change=OTHER_MODEL)
 
+    warmup_steps: int = setting(0, range=NOT_NEGATIVE, on_change=UPDATES)
+    """Steps at the beginning that train the critic alone (VAPO, arXiv:2504.05118, whose authors use 50). The policy generates, and its learning rate begins after them."""
+
     optimizer_config: CriticOptimizerConfig = section(CriticOptimizerConfig, on_change=UPDATES)
 
     fsdp_config: FSDPConfig = section(FSDPConfig, on_change=SAME_NUMBERS)

@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from hpcrl.config.conditions import CRITIC, ENGINES, OFFLINE, RL, RL_OR_SFT
+from hpcrl.config.conditions import CRITIC, ENGINES, OFFLINE, RL, RL_OR_SFT, SFT
 from hpcrl.config.effects import (
     ENDS_A_RUN,
     LAST_STEP,
@@ -45,6 +45,7 @@ from hpcrl.config.sections.model import (
 from hpcrl.config.sections.placement import PlacementConfig
 from hpcrl.config.sections.profiler import ProfilerConfig
 from hpcrl.config.sections.reward_model import RewardModelConfig
+from hpcrl.config.sections.sft import SFTConfig
 from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.config.setting import (
     COUNT,
@@ -174,6 +175,8 @@ class TrainerConfig:
     critic: CriticConfig = section(CriticConfig, used_by=(CRITIC, RL))
 
     algorithm: AlgorithmConfig = section(AlgorithmConfig, used_by=RL, on_change=OBJECTIVE)
+
+    sft: SFTConfig = section(SFTConfig, used_by=SFT, on_change=OBJECTIVE)
 
     dpo: DPOConfig = section(DPOConfig, used_by=when("trainer.mode", "dpo"), on_change=OBJECTIVE)
 
@@ -401,7 +404,7 @@ class TrainerConfig:
     def compares_with_reference(self) -> bool:
         """Whether the loss or the reward compares with a reference model."""
         if self.offline:
-            return self.mode == "dpo" and not self.dpo.reference_free
+            return self.mode == "dpo" and self.dpo.uses_reference
         return self.algorithm.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
@@ -516,7 +519,7 @@ class TrainerConfig:
         """Settings that a half-trained batch depends on, by names below `trainer`, as JSON gives them back."""
         names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
         found = {name: getattr(self, name) for name in names}
-        for part in ("algorithm", "dpo"):
+        for part in ("algorithm", "sft", "dpo"):
             found |= {f"{part}.{name}": value for name, value in asdict(getattr(self, part)).items()}
         found["critic.model.path"] = self.critic.model.path
         return json.loads(json.dumps(found))

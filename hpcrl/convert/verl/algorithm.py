@@ -20,6 +20,7 @@ _ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce++_baseline",
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
+    "grpo_passk": "pass_at_k",
 }
 _ESTIMATORS |= {name: name for name in ("gae", "grpo", "rloo", "remax", "opo")}
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -137,6 +138,8 @@ def _estimator(source: VerlSource, conversion: Conversion, path: str) -> None:
     name, target = source[path], _ALG + "advantage_estimator"
     if name in _ESTIMATORS:
         put(source, conversion, path, target, _ESTIMATORS[name], "" if name == _ESTIMATORS[name] else str(name))
+        if name == "grpo_passk":
+            conversion.values[_ALG + "pass_at_k.k"] = source["actor_rollout_ref.rollout.n"]
     else:
         more = "; gdpo needs the rewards that it weighs (trainer.algorithm.gdpo.rewards)" if name == "gdpo" else ""
         lost(source, conversion, path, target, f"there is no {name}; expected {', '.join(_ESTIMATORS)}{more}")

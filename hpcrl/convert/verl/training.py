@@ -103,6 +103,16 @@ def _critic(source: VerlSource, conversion: Conversion, path: str) -> None:
         lost(source, conversion, path, "", message)
 
 
+def _critic_warmup(source: VerlSource, conversion: Conversion, path: str) -> None:
+    if has_critic(source):
+        steps = source[path]
+        value = max(steps - 1, 0) if isinstance(steps, int) else steps
+        how = "the policy is trained in that step too" if steps else ""
+        put(source, conversion, path, "trainer.critic.warmup_steps", value, how)
+    elif path in source.names:
+        conversion.note("dropped", source.names[path], "", "had no effect, there is no critic")
+
+
 def _eval_batch(source: VerlSource, conversion: Conversion, path: str) -> None:
     if source[path] is not None:
         put(source, conversion, path, "trainer.eval_batch_size", source[path])
@@ -240,6 +250,7 @@ TRAINING: dict[str, Rule[VerlSource]] = {
     "trainer.n_gpus_per_node": _placement,
     **dict.fromkeys(_MICRO, _micro_batch),
     **{f"critic.{last}": _critic for last in ("enable", "ppo_mini_batch_size", "ppo_epochs")},
+    "trainer.critic_warmup": _critic_warmup,
     "data.val_batch_size": _eval_batch,
     "data.seed": _shuffle_seed,
     "data.filter_overlong_prompts": _long_prompts,

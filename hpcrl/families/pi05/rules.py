@@ -48,6 +48,7 @@ def of_tokens(config: ConfigTree) -> Iterator[Problem]:
         "generator.eval_sampling_params": generator.eval_sampling_params != usual.eval_sampling_params,
         "trainer.critic.model.path": trainer.critic.model.path is not None,
         "trainer.algorithm.use_entropy_loss": algorithm.use_entropy_loss,
+        "trainer.algorithm.top_entropy_quantile": algorithm.top_entropy_quantile < 1,
         'trainer.algorithm.advantage_estimator="remax"': algorithm.advantage_estimator == "remax",
         "trainer.algorithm.min_filter_prefix_tokens": algorithm.min_filter_prefix_tokens is not None,
         "trainer.algorithm.observation_nll_coef": algorithm.observation_nll_coef is not None,

@@ -39,7 +39,7 @@ def objective_of(trainer: TrainerConfig) -> Objective:
         case "rl":
             return build_objective(trainer.algorithm, trainer.distillation)
         case "sft":
-            return build_likelihood_objective(trainer.distillation)
+            return build_likelihood_objective(trainer.sft, trainer.distillation)
         case "dpo":
             return build_preference_objective(trainer.dpo)
         case "reward_model":

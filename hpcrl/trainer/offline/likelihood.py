@@ -7,9 +7,11 @@ from pathlib import Path
 
 import torch
 
-from hpcrl.algorithms.losses import masked_sum, sample_sums, widened
+from hpcrl.algorithms.likelihood import LIKELIHOOD_LOSSES
+from hpcrl.algorithms.losses import masked_sum, sample_sums
 from hpcrl.algorithms.reductions import weighted_sum
 from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.sft import SFTConfig
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.loss import TEACHER_DIVERGENCE, mixed, teacher_divergence
@@ -18,17 +20,18 @@ from hpcrl.trainer.packing import Before, MiniBatch, PackedRows
 from hpcrl.types import Batch, MicroBatch
 
 
-def build_likelihood_objective(distillation: DistillationConfig) -> Objective:
-    """Return the objective of supervised fine-tuning: the cross entropy of the trained tokens, and with a teacher the divergence from it.
+def build_likelihood_objective(sft: SFTConfig, distillation: DistillationConfig) -> Objective:
+    """Return the objective of supervised fine-tuning: the loss of the trained tokens, and with a teacher the divergence from it.
 
-    (1 - w) cross entropy + w divergence, with w = trainer.distillation.loss_weight (knowledge distillation, G. Hinton et al., arXiv:1503.02531).
+    (1 - w) loss + w divergence, with w = trainer.distillation.loss_weight (knowledge distillation, G. Hinton et al., arXiv:1503.02531).
     """
+    token_loss = LIKELIHOOD_LOSSES[sft.loss_type]
 
     def objective(
         batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, top_PK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask_P, taught = batch.loss_mask, dict[str, torch.Tensor]()
-        loss = likelihood = weighted_sum(-widened(logprobs_P), batch.weights)
+        loss = likelihood = weighted_sum(token_loss(logprobs_P), batch.weights)
         if distillation.enable:
             divergence_P = teacher_divergence(batch, top_PK, distillation.jsd_beta)
             loss = mixed(likelihood, divergence_P, batch.weights, distillation.loss_weight)
@@ -79,7 +82,7 @@ def _written(batch: Batch, samples: PackedRows, written: Run, top_k: int) -> tup
 
 
 class LikelihoodMeasure:
-    """Measure (build.py) of supervised fine-tuning: the loss, a mean over trained tokens."""
+    """Measure (build.py) of supervised fine-tuning: the cross entropy, a mean over trained tokens."""
 
     def sums(self, samples: PackedRows, logprobs_P: torch.Tensor) -> dict[str, float]:
         mask_P = samples.loss_mask.double()

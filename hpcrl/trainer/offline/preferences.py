@@ -32,8 +32,8 @@ def build_preference_objective(dpo: DPOConfig) -> Objective:
         batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask_P, lengths_B, logprobs_P = batch.loss_mask, batch.cu_seqlens.diff(), widened(logprobs_P)
-        assert dpo.reference_free or batch.ref_logprobs is not None, "the reference was not asked"
-        pairs = Pairs.of(logprobs_P, None if dpo.reference_free else batch.ref_logprobs, mask_P, lengths_B)
+        assert batch.ref_logprobs is not None or not dpo.uses_reference, "the reference was not asked"
+        pairs = Pairs.of(logprobs_P, batch.ref_logprobs if dpo.uses_reference else None, mask_P, lengths_B)
         count = len(pairs.chosen)
         weights_N = sample_means(batch.weights, mask_P, lengths_B)[: 2 * count].view(count, 2).sum(1)
         loss = (weights_N * pair_loss(pairs, dpo)).sum()

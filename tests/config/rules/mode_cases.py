@@ -129,8 +129,20 @@ OF_MODES = [
     Case(
         "no reference follows the policy where there is none",
         {**DPO, "trainer.update_ref_every_epoch": True, "trainer.dpo.reference_free": True},
-        "trainer.update_ref_every_epoch", "there is no reference model with trainer.dpo.reference_free; set it to false",
+        "trainer.update_ref_every_epoch", "there is no reference model with trainer.dpo.reference_free, or with simpo and orpo alone",
         {**DPO, "trainer.update_ref_every_epoch": True},
+    ),
+    Case(
+        "the best of no more samples than there are is trained",
+        {"trainer.algorithm.advantage_estimator": "pass_at_k", "trainer.algorithm.pass_at_k.k": 8, "generator.n_samples_per_prompt": 4},
+        "trainer.algorithm.pass_at_k.k", "expected at most generator.n_samples_per_prompt=4",
+        {"trainer.algorithm.advantage_estimator": "pass_at_k", "trainer.algorithm.pass_at_k.k": 4, "generator.n_samples_per_prompt": 4},
+    ),
+    Case(
+        "losses that compare with no reference have none that follows the policy",
+        {**DPO, "trainer.update_ref_every_epoch": True, "trainer.dpo.loss_type": ["sft", "simpo"]},
+        "trainer.update_ref_every_epoch", "or with simpo and orpo alone",
+        {**DPO, "trainer.update_ref_every_epoch": True, "trainer.dpo.loss_type": ["sigmoid", "simpo"]},
     ),
     Case(
         "supervised fine-tuning compares with no reference",

@@ -25,6 +25,7 @@ IDLE: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{ALGORITHM}.kl_estimator_type", "k1", NO_KL, {**NO_KL, f"{ALGORITHM}.use_kl_in_reward": True}),
     (f"{ALGORITHM}.gamma", 0.9, {}, {f"{ALGORITHM}.advantage_estimator": "reinforce++"}),
     (f"{ALGORITHM}.lambd", 0.9, {}, CRITIC),
+    (f"{ALGORITHM}.critic_lambd", 1.0, {}, CRITIC),
     (f"{ALGORITHM}.value_clip", 0.3, {}, CRITIC),
     (f"{ALGORITHM}.grpo_norm_by_std", False, {f"{ALGORITHM}.advantage_estimator": "rloo"}, {}),
     (f"{CORRECTION}.token_tis_ratio_clip_high", 3.0, {}, {f"{CORRECTION}.tis_ratio_type": "token"}),

@@ -143,6 +143,15 @@ def test_packing_does_not_matter(run: Run, alone: World, packing: str) -> None:
     expect_same("several", trained(run, alone, CASES["several"]["settings"], PACKINGS[packing]), what=packing)
 
 
+def test_packing_does_not_matter_to_losses_without_a_reference(run: Run, alone: World) -> None:
+    settings = {"loss_type": ["sft", "simpo", "orpo"], "beta": 2.0, "simpo_gamma": 0.3}
+    ref = {"ref": {"model": {"path": None}}}  # no path of its own: where there is no reference, one is refused
+    assert not config(run, settings, ref).trainer.colocated_reference
+    own, measured = trained(run, alone, settings, PACKINGS["one pair per pass"] | ref)
+    assert own == pytest.approx(trained(run, alone, settings, PACKINGS["all at once"] | ref)[0], rel=1e-5, abs=1e-6)
+    assert measured == pytest.approx({name: own[name] for name in measured}, rel=1e-5, abs=1e-6)
+
+
 def assert_two_ranks_agree(
     ranks: Ranks, layouts: dict[str, dict[str, Any]], run: Run, cases: list[str], place: Path
 ) -> None:

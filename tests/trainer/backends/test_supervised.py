@@ -177,6 +177,23 @@ def test_loss_and_gradient_are_those_of_transformers(
     assert validation == pytest.approx(expected[0], rel=1e-5)
 
 
+def test_dft_weighs_tokens_by_their_probability(run: Run, alone: World, model_path: Path) -> None:
+    changes = {"max_tokens_per_micro_batch": 60, "sft": {"loss_type": "dft"}}
+    loss, norm, validation = trained(run, alone, str(model_path), changes)
+    file, model = open_tokens(run.dataset("train-0")), AutoModelForCausalLM.from_pretrained(model_path)
+    rows = list[torch.Tensor]()
+    for sample in (sample for row in range(ROWS) for sample in file.read(row)):
+        ids, trained_T = torch.from_numpy(sample.token_ids), torch.from_numpy(sample.loss_mask)[1:] > 0
+        distribution_TV = model(ids[None]).logits[0, :-1].softmax(-1)
+        rows.append(distribution_TV.gather(1, ids[1:, None])[:, 0][trained_T])
+    probabilities = torch.cat(rows)
+    (-probabilities.mean()).backward()  # the gradient of the weighted loss, which is that of the probability
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert loss == pytest.approx(-(probabilities * probabilities.log()).mean().item(), rel=1e-5)
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-4)
+    assert validation == pytest.approx(-probabilities.log().mean().item(), rel=1e-5), "by the cross entropy"
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron": {"strategy": "megatron", "policy": {"megatron_config": {"dtype": "fp32"}}},
     **{
