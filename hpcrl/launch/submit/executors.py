@@ -23,7 +23,15 @@ from hpcrl.config.sizes import sizes_in
 from hpcrl.errors import ConfigError, DataError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
-from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_layouts, nodes_of, usable_layouts
+from hpcrl.launch.layouts import (
+    AttemptLayout,
+    Check,
+    all_layouts,
+    describe_layouts,
+    nodes_of,
+    unmeasured_layouts,
+    usable_layouts,
+)
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
@@ -60,15 +68,15 @@ class Element:
 
     @property
     def layouts(self) -> list[AttemptLayout]:
-        """Layouts that attempts of the run may take, the fewest nodes first. Raises DataError where none works."""
+        """Layouts that attempts of the run may take, as of `usable_layouts`. Raises DataError where none works."""
         if usable := usable_layouts(self.every_layout):
             return usable
         raise DataError("\n".join(["no layout of the run works", *describe_layouts(self.every_layout)]))
 
     @property
     def plans(self) -> list[list[Node]]:
-        """Nodes of each of them."""
-        return [make_plan(self.config.at(layout.sizes)) for layout in self.layouts]
+        """Nodes of one of them for each number of nodes, which an attempt takes without measures."""
+        return [make_plan(self.config.at(layout.sizes)) for layout in unmeasured_layouts(self.layouts)]
 
     @property
     def planned(self) -> Config:
@@ -94,11 +102,11 @@ class Submission:
 
     @property
     def layouts(self) -> list[AttemptLayout]:
-        """Layouts of every run, the fewest nodes first. Raises ConfigError where those of two runs have different nodes."""
+        """Layouts of the first run, as of `usable_layouts`. Raises ConfigError where another run asks for other nodes."""
         first = self.elements[0]
         for index, element in enumerate(self.elements[1:], 1):
             if element.plans != first.plans:
-                own, others = (", ".join(str(layout.nodes) for layout in one.layouts) for one in (element, first))
+                own, others = (", ".join(str(len(plan)) for plan in one.plans) for one in (element, first))
                 where = f"element {index} ({' '.join(element.overrides)}): works on {own} nodes, element 0 on {others}"
                 raise ConfigError(f"{where}; {ONE_SCRIPT}")
         return first.layouts
@@ -187,7 +195,7 @@ def layouts_of_request(layouts: Sequence[AttemptLayout], request: str, nodes: in
     sizes = sizes_in(nodes)
     if found := [layout for layout in layouts if layout.nodes in sizes]:
         return found
-    has = ", ".join(str(layout.nodes) for layout in layouts)
+    has = ", ".join(str(layout.nodes) for layout in unmeasured_layouts(layouts))
     raise DataError(
         f"slurm.requests.{request}.nodes: expected nodes for which the run has a layout ({has}), found {nodes!r}; with a range of "
         "trainer.placement.policy_num_nodes or generator.inference_engine.num_engines it has several"
@@ -208,7 +216,9 @@ def _slurm_executor(
     """
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
-    survives = len(layouts) > 1 or any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
+    survives = layouts[0].nodes < layouts[-1].nodes or any(
+        len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans
+    )
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     elements = shlex.quote(str(submission.element_list))
