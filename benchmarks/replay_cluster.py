@@ -34,7 +34,7 @@ from hpcrl.launch.requeue.policy import decide
 from hpcrl.launch.requeue.prologue import decide_claim
 from hpcrl.launch.requeue.requeue import SOON
 from hpcrl.launch.scheduler import GONE, JobState
-from hpcrl.launch.submit.executors import layouts_of_request
+from hpcrl.launch.submit.requests import layouts_of_request
 from hpcrl.rundir.ledger import Attempt, Kind, Outcome
 
 ROOT = Path(__file__).parents[1]

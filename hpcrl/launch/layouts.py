@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpcrl.config import Config
-from hpcrl.config.layouts import ranges_of
+from hpcrl.config.layouts import ranges_of, with_request
+from hpcrl.config.sizes import GPUS
 from hpcrl.launch.nodes import make_plan
 
 
@@ -20,7 +21,7 @@ class AttemptLayout:
 
     Attributes:
         nodes: that it needs.
-        sizes: by the path of the setting; empty where the configuration has no ranges.
+        sizes: by the path of the setting: of ranges, and of GPUs of a node where a request has another number of them; else empty.
         problem: why it cannot work, or empty.
     """
 
@@ -33,7 +34,7 @@ Check = Callable[[Sequence[Config]], list[str]]
 """Returns for each configuration of a layout why it cannot work, or an empty text."""
 
 
-def all_layouts(config: Config, *checks: Check) -> list[AttemptLayout]:
+def all_layouts(config: Config, *checks: Check, request: str = "") -> list[AttemptLayout]:
     """Return a layout for each combination of the sizes in range, the fewest nodes first; of one that cannot work its nodes are those of its sizes.
 
     Of those with as many nodes the last one is nearest to the ratio of the configuration: that of slurm.nodes, or the shares of the largest
@@ -41,24 +42,29 @@ def all_layouts(config: Config, *checks: Check) -> list[AttemptLayout]:
 
     Args:
         checks: what a layout must pass beside the rules of the configuration; called only where there are ranges.
+        request: one of slurm.requests, into whose GPUs the layouts have to fit; empty: those of slurm.
     """
-    if not ranges_of(config):
+    gpus = dict[str, int]()
+    if request:
+        asked = with_request(config, request)
+        gpus, config = ({GPUS: asked.slurm.gpus} if asked.slurm.gpus != config.slurm.gpus else {}), asked
+    if not ranges_of(config) and not gpus:
         return [AttemptLayout(len(make_plan(config)))]
     found = []
     for sizes, problems in config.layouts():
         why = f"{problems[0].path}: {problems[0].message}" if problems else ""
-        found.append(AttemptLayout(len(make_plan(config.at(sizes))), sizes, why))
+        found.append(AttemptLayout(len(make_plan(config.at(sizes))), gpus | sizes, why))
     for check in checks:
         left = [at for at, layout in enumerate(found) if not layout.problem]
         for at, why in zip(left, check([config.at(found[at].sizes) for at in left]), strict=True):
             found[at] = replace(found[at], problem=why)
     if config.slurm.nodes is not None:
         return sorted(found, key=lambda layout: -layout.nodes)[::-1]
-    most = {path: max(each.sizes[path] for each in found) for path in found[0].sizes}
+    most = {path: max(each.sizes[path] for each in found) for path in ranges_of(config)}
 
     def even(layout: AttemptLayout) -> tuple[float, list[int]]:
-        shares = [size / most[path] for path, size in layout.sizes.items()]
-        return min(shares) - max(shares), [*layout.sizes.values()]
+        shares = [layout.sizes[path] / largest for path, largest in most.items()]
+        return min(shares, default=0.0) - max(shares, default=0.0), [*layout.sizes.values()]
 
     return sorted(found, key=lambda layout: (layout.nodes, *even(layout)))
 
@@ -86,14 +92,18 @@ def layouts_for(layouts: Sequence[AttemptLayout], nodes: int) -> list[AttemptLay
     return [layout for layout in layouts if layout.nodes == most]
 
 
-def describe_layouts(layouts: Sequence[AttemptLayout]) -> list[str]:
-    """Return a table of the layouts for people; empty without ranges. Where no layout has a number of nodes, it has one that is left out."""
+def describe_layouts(layouts: Sequence[AttemptLayout], *, requests: bool = False) -> list[str]:
+    """Return a table of the layouts for people; empty without ranges. Where no layout has a number of nodes, it has one that is left out.
+
+    Args:
+        requests: jobs of slurm.requests ask for the nodes.
+    """
     if not layouts[0].sizes:
         return []
     used = usable_layouts(layouts)
     counts = {layout.nodes for layout in used}
     unusable = [layout for layout in layouts if layout.nodes not in counts]
-    asked = f" (sbatch --nodes={nodes_of(used)})" if used else ""
+    asked = f" (sbatch --nodes={nodes_of(used)})" if used and not requests else ""
     lines = [f"layouts: each attempt takes the largest one that its nodes have room for{asked}"]
     names = _short(layouts[0].sizes)
     lines.append("  " + "  ".join(["nodes", *names]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpcrl.config.sizes import NUM_ENGINES, POLICY_NODES
+from hpcrl.config.sizes import GPUS, NUM_ENGINES, POLICY_NODES
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.layouts import AttemptLayout, layouts_for
 from hpcrl.launch.requeue.growth import Growth, choose_growth, worth_a_restart
@@ -105,14 +105,21 @@ def _measured_choice(
     if len(layouts) == 1:
         return LayoutChoice(layouts[0])
     paces = [(pace.sizes, pace.seconds) for pace in pace_by_layout(run)]
-    own = (times for attempt in attempts if (times := _role_times(run, attempt, paces)))
+    gpus = layouts[0].sizes.get(GPUS)
+    own = (times for attempt in attempts if (times := _role_times(run, attempt, paces, gpus)))
     return choose_layout(layouts, next(own, None), paces, least_gain)
 
 
-def _role_times(run: Run, attempt: Attempt, paces: Sequence[tuple[dict[str, int], float]]) -> RoleTimes | None:
-    """Return the times of the roles in an attempt; None where it has trained too few steps, or trainer and engines share their GPUs."""
+def _role_times(
+    run: Run, attempt: Attempt, paces: Sequence[tuple[dict[str, int], float]], gpus: int | None
+) -> RoleTimes | None:
+    """Return the times of the roles in an attempt; None where it has trained too few steps, or trainer and engines share their GPUs.
+
+    Args:
+        gpus: of each node in a layout of a request that has a number of its own; None: those of the run. On others attempts do not count.
+    """
     step_s = next((seconds for sizes, seconds in paces if sizes == attempt.sizes), None)
-    if step_s is None or not {POLICY_NODES, NUM_ENGINES} <= attempt.sizes.keys():
+    if step_s is None or not {POLICY_NODES, NUM_ENGINES} <= attempt.sizes.keys() or attempt.sizes.get(GPUS) != gpus:
         return None
     config = attempt_config(run, attempt.number)
     if config.trainer.placement.colocate_all:
