@@ -40,7 +40,10 @@ def _values(config: ConfigTree) -> dict[str, int | str]:
 
 
 def with_sizes(config: _C, sizes: Mapping[str, int]) -> _C:
-    """Return the configuration with sizes in place of its ranges, which does not grow; sizes of settings that are no ranges are passed over."""
+    """Return the configuration with sizes in place of its ranges, which does not grow, and with `GPUS` on each node where they are named.
+
+    Other sizes of settings that are no ranges are passed over.
+    """
     config = with_gpus(config, sizes.get(GPUS, config.slurm.gpus))
     chosen = {path: size for path, size in sizes.items() if path in ranges_of(config)}
     if chosen:

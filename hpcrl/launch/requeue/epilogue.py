@@ -121,8 +121,10 @@ def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
     outcome, decision = _decided(run, job, status)
     others, left = patiently(lambda: other_jobs(run, _job_id(job))), 0
     if here and decision.requeue:
-        left = nodes_left(run, job, moves=outcome.kind == "interrupted")
-        outcome, decision = _decided(run, job, status)  # minutes later: it may be cancelled
+        stopped = outcome.kind == "interrupted"
+        left = nodes_left(run, job, moves=stopped)
+        if left or not stopped:  # minutes later: it may be cancelled
+            outcome, decision = _decided(run, job, status)
     if decision.requeue:
         if left:
             print(f"the next attempt starts at once, on {left} node(s) of job {_job_id(job)}", flush=True)
