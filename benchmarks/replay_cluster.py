@@ -28,13 +28,13 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from hpcrl.config import Config
-from hpcrl.launch.layouts import AttemptLayout, all_layouts, layout_for, usable_layouts
+from hpcrl.launch.layouts import AttemptLayout, all_layouts, layouts_for, usable_layouts
 from hpcrl.launch.requeue.growth import Growth, choose_growth, grew_lately
 from hpcrl.launch.requeue.policy import decide
 from hpcrl.launch.requeue.prologue import decide_claim
 from hpcrl.launch.requeue.requeue import SOON
 from hpcrl.launch.scheduler import GONE, JobState
-from hpcrl.launch.submit.executors import layouts_of_request
+from hpcrl.launch.submit.requests import layouts_of_request
 from hpcrl.rundir.ledger import Attempt, Kind, Outcome
 
 ROOT = Path(__file__).parents[1]
@@ -287,7 +287,7 @@ class RunPlay:
             if other is not request and not other.held and grew_lately(now, self._grown, 60 * times.grow_minutes):
                 other.eligible = self._grown + 60 * times.grow_minutes
                 self._cluster.at(other.eligible, lambda: None)
-        self._layout = layout = layout_for(self._layouts[request], request.nodes)
+        self._layout = layout = layouts_for(self._layouts[request], request.nodes)[-1]
         number = len(self._attempts) + 1
         job = [*self._layouts].index(request)
         self._attempts.append(Attempt(number, f"{job}.{number}", [f"n{n}" for n in range(layout.nodes)], now, layout.sizes))  # fmt: skip
@@ -332,7 +332,7 @@ class RunPlay:
         step_s = self._measured[layout.nodes] = self._step_s(layout)
         return choose_growth(
             held=layout.nodes,
-            candidates=[layout_for(self._layouts[request], nodes).nodes],
+            candidates=[layouts_for(self._layouts[request], nodes)[-1].nodes],
             restart_s=times.save_s + SOON_S + times.start_s,
             step_s=self._measured,
             steps_left=times.steps - self._steps - (now - self._attempts[-1].started - times.start_s) / step_s,

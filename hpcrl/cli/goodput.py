@@ -50,7 +50,9 @@ def _goodput(arguments: argparse.Namespace) -> int:
         steps = [asdict(each) for each in first]
         print(dumps({"runs": sorted(accounts), **whole.to_json(), "first_steps": steps}, indent=2))
         return 0
-    for line in [*_lines(whole, accounts), *(map(str, first) if len(accounts) == 1 else ())]:
+    own = [run for run in runs if f"{run.project}/{run.name}" in accounts]
+    of_one = [*map(str, first), *_layouts(own[0])] if len(own) == 1 else []
+    for line in [*_lines(whole, accounts), *of_one]:
         print(one_line(line))
     return 0
 
@@ -87,6 +89,12 @@ def _lines(whole: Account, accounts: dict[str, Account]) -> list[str]:
     if len(accounts) > 1:
         return lines + [f"{name}: goodput {account}" for name, account in accounts.items()]
     return lines + [_row(whole, index) for index in range(len(whole.rows))]
+
+
+def _layouts(run: Run) -> list[str]:
+    from hpcrl.rundir.ledger import read_attempts
+
+    return [f"attempt {one.number} took {one.layout}" for one in read_attempts(run) if one.layout]
 
 
 def _row(whole: Account, index: int) -> str:

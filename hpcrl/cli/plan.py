@@ -60,7 +60,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _growth(config: Config) -> Iterator[str]:
     if (minutes := config.slurm.grow_minutes) is not None:
         yield (
-            "an attempt on fewer than the most nodes gives them back for more where Slurm has these idle and the restart pays, "
+            "an attempt starts again where that pays, on more nodes that Slurm has idle or with other roles of its own, "
             f"at most once in {minutes} minutes (slurm.grow_minutes)"
         )
 
@@ -74,11 +74,16 @@ def checked_plan(config: Config) -> RunPlan:
     from hpcrl.planning.layouts import memory_problems
     from hpcrl.planning.plan import RunPlan
 
-    layouts = all_layouts(config, rank_problems, memory_problems)
+    checks = rank_problems, memory_problems
+    layouts, slurm = all_layouts(config, *checks), config.slurm
+    requests = {
+        name: all_layouts(config, *checks, request=name) if slurm.has_own_layouts(name) else layouts
+        for name in slurm.requests
+    }
     if layouts[0].sizes:
         config = config.at((usable_layouts(layouts) or layouts)[-1].sizes)
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
-    return RunPlan.of(config, layouts)
+    return RunPlan.of(config, layouts, requests)
 
 
 def plan_lines(plan: RunPlan) -> Iterator[str]:
@@ -86,13 +91,13 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     from hpcrl.launch.layouts import describe_layouts, usable_layouts
     from hpcrl.launch.nodes import describe_plan
     from hpcrl.launch.pools import describe_evaluation, describe_pools
-    from hpcrl.launch.requeue.requests import describe_requests
+    from hpcrl.launch.submit.requests import describe_requests
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.prefixes import describe_prefixes
     from hpcrl.planning.rank_groups import describe_ranks
 
     config = plan.config
-    if table := describe_layouts(plan.layouts):
+    if table := describe_layouts(plan.layouts, requests=bool(plan.requests)):
         yield from table
         yield ""
         yield f"the largest one{'' if usable_layouts(plan.layouts) else ', which cannot work'}:"
@@ -100,7 +105,7 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     yield from _evaluators(config)
     yield from describe_pools(plan.pools, config)
     yield from describe_evaluation(config)
-    yield from describe_requests(config.slurm)
+    yield from describe_requests(config.slurm, plan.requests)
     yield from _lending(config)
     yield ""
     yield from describe_ranks(config.trainer)

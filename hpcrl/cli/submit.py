@@ -11,6 +11,7 @@ from hpcrl.cli._common import announce, follow, split
 from hpcrl.text import printable
 
 if TYPE_CHECKING:
+    from hpcrl.launch.layouts import AttemptLayout
     from hpcrl.launch.submit.executors import Submission
 
 
@@ -40,6 +41,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.submit import submit
     from hpcrl.launch.submit.checked import checked_submission
     from hpcrl.launch.submit.models import folder_of
+    from hpcrl.launch.submit.requests import describe_requests
     from hpcrl.launch.submit.sweep import elements
     from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.layouts import memory_problems_apart
@@ -59,11 +61,18 @@ def _submit(arguments: argparse.Namespace) -> int:
     first = submission.elements[0]
     config = submission.planned
     disk = describe_disk(config, Sizes.of(config, folder_of))
-    print("\n".join([*describe_layouts(first.every_layout), *disk]))
+    table = describe_layouts(first.every_layout, requests=bool(config.slurm.requests))
+    requests = describe_requests(config.slurm, _layouts_of_requests(submission))
+    print("\n".join([*table, *requests, *disk]))
     runs = submit.submit(submission, arguments.local)
     for run in runs:
         announce(run)
     return follow(runs) if arguments.follow else 0
+
+
+def _layouts_of_requests(submission: Submission) -> dict[str, list[AttemptLayout]]:
+    requests = submission.elements[0].config.slurm.requests
+    return {name: submission.asked_by(name).elements[0].every_layout for name in requests}
 
 
 def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
@@ -71,9 +80,9 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     from hpcrl.launch.layouts import describe_layouts
     from hpcrl.launch.nodes import describe_plan, make_plan
     from hpcrl.launch.pools import describe_evaluation, describe_pools, elastic_pools
-    from hpcrl.launch.requeue.requests import describe_requests
     from hpcrl.launch.submit.executors import batch_scripts
     from hpcrl.launch.submit.models import folder_of
+    from hpcrl.launch.submit.requests import describe_requests
     from hpcrl.planning.disk import describe_disk
 
     first = submission.elements[0]
@@ -86,9 +95,10 @@ def _show_dry_run(submission: Submission, *, scripts: bool) -> None:
     jobs = [
         *describe_pools(elastic_pools(config), config),
         *describe_evaluation(config),
-        *describe_requests(config.slurm),
+        *describe_requests(config.slurm, _layouts_of_requests(submission)),
     ]
-    print("\n".join([*describe_layouts(first.every_layout), *describe_plan(make_plan(config)), *jobs, *disk]))
+    table = describe_layouts(first.every_layout, requests=bool(config.slurm.requests))
+    print("\n".join([*table, *describe_plan(make_plan(config)), *jobs, *disk]))
     for title, script in batch_scripts(submission).items() if scripts else ():
         print(f"# {title}\n{script}")
     print("dry run: nothing was submitted" + ("" if scripts else "; --script shows the batch scripts"))

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.config.sizes import NODES, NUM_ENGINES, POLICY_NODES, SIZE, sizes_in
+from hpcrl.config.sizes import GPUS, NODES, NUM_ENGINES, POLICY_NODES, SIZE, sizes_in
 
 _C = TypeVar("_C", bound=ConfigTree)
 
@@ -40,7 +40,11 @@ def _values(config: ConfigTree) -> dict[str, int | str]:
 
 
 def with_sizes(config: _C, sizes: Mapping[str, int]) -> _C:
-    """Return the configuration with sizes in place of its ranges, which does not grow; sizes of settings that are no ranges are passed over."""
+    """Return the configuration with sizes in place of its ranges, which does not grow, and with `GPUS` on each node where they are named.
+
+    Other sizes of settings that are no ranges are passed over.
+    """
+    config = with_gpus(config, sizes.get(GPUS, config.slurm.gpus))
     chosen = {path: size for path, size in sizes.items() if path in ranges_of(config)}
     if chosen:
         config = replace(config, slurm=replace(config.slurm, grow_minutes=None))
@@ -51,6 +55,23 @@ def with_sizes(config: _C, sizes: Mapping[str, int]) -> _C:
         engine = replace(config.generator.inference_engine, num_engines=engines)
         config = replace(config, generator=replace(config.generator, inference_engine=engine))
     return replace(config, slurm=replace(config.slurm, nodes=None)) if chosen else config
+
+
+def with_gpus(config: _C, gpus: int) -> _C:
+    """Return the configuration for nodes with another number of GPUs; trainer and critic still have all of theirs where they have all of them."""
+    if gpus == (present := config.slurm.gpus):
+        return config
+    placement = config.trainer.placement
+    names = ("policy_num_gpus_per_node", "critic_num_gpus_per_node")
+    own = {name: gpus for name in names if getattr(placement, name) == present}
+    trainer = replace(config.trainer, placement=replace(placement, **own))
+    return replace(config, trainer=trainer, slurm=replace(config.slurm, gpus_per_node=gpus))
+
+
+def with_request(config: _C, request: str) -> _C:
+    """Return the configuration with what one of slurm.requests asks for in place of slurm's own."""
+    slurm = config.slurm.asked_by(request)
+    return replace(with_gpus(config, slurm.gpus), slurm=slurm)
 
 
 def combinations(config: ConfigTree) -> Iterator[dict[str, int]]:

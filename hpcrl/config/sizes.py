@@ -10,6 +10,8 @@ from hpcrl.errors import ConfigError
 POLICY_NODES = "trainer.placement.policy_num_nodes"
 NUM_ENGINES = "generator.inference_engine.num_engines"
 NODES = "slurm.nodes"
+GPUS = "slurm.gpus_per_node"
+"""Size of a layout of one of slurm.requests whose nodes have another number of GPUs."""
 
 _RANGE = re.compile(r"([1-9][0-9]{0,4})-([1-9][0-9]{0,4})")
 

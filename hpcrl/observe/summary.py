@@ -177,15 +177,29 @@ def pace_of(run: Run) -> float | None:
     return seconds_per_step([(record.attempt, record.step, record.time) for record in reversed(newest)], together)
 
 
-def pace_by_nodes(run: Run) -> dict[int, float]:
-    """Return the seconds per step as `pace_of`, by the nodes of the attempts that trained the newest steps; without nodes that have trained too few."""
-    nodes = {attempt.number: len(attempt.hosts) for attempt in read_attempts(run)}
-    valid = _validity(run, read_attempts(run))
-    steps = dict[int, list[tuple[int, int, float]]]()
-    for record in reversed(last_records(run, "trainer", STEP_SECONDS, valid, _MOST_STEPS)):
-        steps.setdefault(nodes.get(record.attempt, 0), []).append((record.attempt, record.step, record.time))
-    paces = {count: seconds_per_step(own, _TOGETHER) for count, own in steps.items() if len(own) > _TOGETHER}
-    return {count: pace for count, pace in paces.items() if count and pace is not None}
+@dataclass(frozen=True)
+class Pace:
+    """Seconds per step of the attempts with one layout.
+
+    Attributes:
+        sizes: of the layout, by the path of the setting; empty without ranges.
+    """
+
+    nodes: int
+    sizes: dict[str, int]
+    seconds: float
+
+
+def pace_by_layout(run: Run) -> list[Pace]:
+    """Return the seconds per step as `pace_of`, by the layout of the attempts that trained the newest steps; without layouts that have trained too few."""
+    attempts = read_attempts(run)
+    layouts = {attempt.number: (len(attempt.hosts), *attempt.sizes.items()) for attempt in attempts}
+    steps = dict[tuple[Any, ...], list[tuple[int, int, float]]]()
+    for record in reversed(last_records(run, "trainer", STEP_SECONDS, _validity(run, attempts), _MOST_STEPS)):
+        if layout := layouts.get(record.attempt):
+            steps.setdefault(layout, []).append((record.attempt, record.step, record.time))
+    paces = {layout: seconds_per_step(own, _TOGETHER) for layout, own in steps.items() if len(own) > _TOGETHER}
+    return [Pace(nodes, dict(sizes), pace) for (nodes, *sizes), pace in paces.items() if nodes and pace is not None]
 
 
 def seconds_per_step(steps: Sequence[tuple[int, int, float]], together: int) -> float | None:

@@ -82,15 +82,16 @@ class Waiting:
         return sum(wait.share for wait in self.waits if wait.role == role and (not what or wait.what in what))
 
 
-def waiting_of(run: Run, *, colocated: bool, lent: Collection[str] = ()) -> Waiting | None:
-    """Return the waits in the newest 20 steps of the newest attempt, without its first one; None before there are 3.
+def waiting_of(run: Run, *, colocated: bool, lent: Collection[str] = (), attempt: int | None = None) -> Waiting | None:
+    """Return the waits in the newest 20 steps of an attempt, without its first one; None before there are 3.
 
     Args:
         colocated: trainer.placement.colocate_all.
         lent: replicas that the trainer lends its GPUs to; what they wait for is no wait of engines.
+        attempt: its number; None: the newest.
     """
     attempts = read_attempts(run)
-    number = attempts[-1].number if attempts else 0
+    number = attempt or (attempts[-1].number if attempts else 0)
     own = list(_newest_steps(recent_spans(run, number, FIRST_RANK)))
     steps = sorted({span.step for span in own if span.step is not None})[1:-1]  # the last one may go on
     if len(steps) < _LEAST_STEPS:

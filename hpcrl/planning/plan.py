@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -56,6 +56,7 @@ class RunPlan:
 
     Attributes:
         layouts: of an attempt, those that cannot work too; without ranges the only one.
+        requests: layouts of each of slurm.requests, those that cannot work too.
         groups: of the trainer's ranks, by "policy" and "critic" and then by the name of the kind.
         disk: bytes of files; None: not known.
         models: parameters, by role; empty: not known, or the policy's family counts them itself.
@@ -67,6 +68,7 @@ class RunPlan:
 
     config: Config
     layouts: list[AttemptLayout]
+    requests: Mapping[str, list[AttemptLayout]]
     nodes: list[Node]
     pools: list[Pool]
     groups: dict[str, dict[str, Groups]]
@@ -79,11 +81,13 @@ class RunPlan:
     unknown: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, layouts: list[AttemptLayout]) -> RunPlan:
+    def of(cls, config: Config, layouts: list[AttemptLayout], requests: Mapping[str, list[AttemptLayout]]) -> RunPlan:
         """Compute the plan of a configuration without ranges, whose layout `check_layouts` accepts."""
         nodes, pools, groups = make_plan(config), elastic_pools(config), rank_groups(config.trainer)
         only = [_served(config, each) for each in served(config)]
-        return cls(config, layouts, nodes, pools, groups, Sizes.of(config, folder_of), only, **_models(config))
+        return cls(
+            config, layouts, requests, nodes, pools, groups, Sizes.of(config, folder_of), only, **_models(config)
+        )
 
     @property
     def counts(self) -> dict[str, list[int]]:
@@ -115,11 +119,9 @@ class RunPlan:
                 "device_from": source,
             }
             memory = [{"ranks": list(range(placement.policy_ranks)), **of_family}]
-        ranged = [layout for layout in self.layouts if layout.sizes]
         return {
-            "layouts": [
-                {"nodes": layout.nodes, "sizes": layout.sizes, "left_out": layout.problem or None} for layout in ranged
-            ],
+            "layouts": _layouts(self.layouts),
+            "requests": {name: _layouts(own) for name, own in self.requests.items()},
             "nodes": [_node(node) for node in self.nodes],
             "pools": [
                 {
@@ -139,6 +141,11 @@ class RunPlan:
             "disk": self.disk and asdict(self.disk),
             "unknown": [*self.unknown, *(each.unknown for each in self.served if each.unknown)],
         }
+
+
+def _layouts(layouts: Sequence[AttemptLayout]) -> list[dict[str, Any]]:
+    ranged = [layout for layout in layouts if layout.sizes]
+    return [{"nodes": one.nodes, "sizes": one.sizes, "left_out": one.problem or None} for one in ranged]
 
 
 def _node(node: Node) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def attempt_config(run: Run, attempt: int | None = None) -> Config:
         RunError: attempts.jsonl is damaged.
     """
     config = Config.from_toml([run.config])
-    if not ranges_of(config):
+    if not ranges_of(config) and not config.slurm.requests:
         return config
     sizes = [one.sizes for one in read_attempts(run) if attempt in (None, one.number)]
     return config.at(sizes[-1] if sizes else {}).largest()

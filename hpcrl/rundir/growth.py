@@ -1,4 +1,4 @@
-"""Records the newest attempt that stopped in order to go on with more nodes: control/growth.json."""
+"""Records the newest attempt that stopped in order to go on with more nodes, or with other roles of its nodes: control/growth.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GrowthRecord:
     Attributes:
         attempt: that stopped.
         time: Unix time.
-        nodes: of the next attempt, where Slurm starts it on them.
+        nodes: of the next attempt, where Slurm starts it on them; as many as the attempt has where their roles move.
         job: that should start next, one of several requests; it goes before the others.
     """
 

@@ -38,6 +38,7 @@ class Attempt:
         started: Unix time.
         sizes: of its layout, by the path of the setting, where the configuration has ranges.
         idle: names of nodes that its job has and the layout does not use.
+        why: it has these of several sizes with as many nodes, by what the run measured before; empty where it measured nothing.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Attempt:
     started: float
     sizes: dict[str, int] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
+    why: str = ""
 
     @property
     def layout(self) -> str:
@@ -53,8 +55,8 @@ class Attempt:
         if not self.sizes:
             return ""
         sizes = ", ".join(f"{path.rpartition('.')[2]} {size}" for path, size in self.sizes.items())
-        idle = f"; idle: {', '.join(self.idle)}" if self.idle else ""
-        return f"{len(self.hosts)} node(s): {sizes}{idle}"
+        idle, why = f"; idle: {', '.join(self.idle)}" if self.idle else "", f"; {self.why}" if self.why else ""
+        return f"{len(self.hosts)} node(s): {sizes}{idle}{why}"
 
     @property
     def job_id(self) -> str:
@@ -148,14 +150,20 @@ def listed_attempts(run: Run) -> list[Attempt]:
 
 
 def open_attempt(
-    run: Run, job: str, hosts: list[str], sizes: Mapping[str, int] = MappingProxyType({}), idle: Sequence[str] = ()
+    run: Run,
+    job: str,
+    hosts: list[str],
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    idle: Sequence[str] = (),
+    why: str = "",
 ) -> Attempt:
     """Append the next attempt; those before it that left no outcome are lost. Called by the agent of node 0 alone."""
     attempts, ended = require_attempts(run), ended_attempts(run)
     for earlier in attempts:
         if earlier.number not in ended:
             report_outcome(run, earlier.number, "lost", "it ended without a word", "the next attempt")
-    attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time(), dict(sizes), list(idle))
+    number = attempts[-1].number + 1 if attempts else 1
+    attempt = Attempt(number, job, hosts, time.time(), dict(sizes), list(idle), why)
     append_text(run.attempts, with_checksum(asdict(attempt))[0] + "\n")
     return attempt
 

@@ -1,4 +1,4 @@
-"""A run that gets more nodes while it runs, in the same job or in another one, and one that loses a node and goes on with the others."""
+"""A run that gets more nodes while it runs, or gives its own other roles, and one that loses a node and goes on with the others."""
 
 from __future__ import annotations
 
@@ -35,6 +35,34 @@ def test_a_run_goes_on_with_more_nodes_once_they_are_idle(scenario: Scenario) ->
     assert "to go on with 3 nodes" in outcome.message
     assert (growth.attempt, growth.nodes, growth.job) == (1, 3, first.job_id)
     reach(scenario, run, last_trained(run) + 3)
+    assert "run: cancelled" in scenario.told("cancel", run.name)
+    assert len(read_attempts(run)) == 2, "not twice within the hour"
+    groups = Counter(group for step in trained_groups(run) for group in step)
+    assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
+    assert_reported_once(run)
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.faults_slow
+def test_a_trainer_that_waits_gives_a_node_to_generation(scenario: Scenario) -> None:
+    """In the same start of the job: two nodes train and one generates slowly, then one trains and two generate."""
+    scenario.knobs(latency_s=2.0)
+    long = {"trainer.max_steps": 9000, "trainer.epochs": 100, "slurm.time_minutes": 600, "slurm.grow_minutes": 60}
+    run = scenario.submit({"slurm.nodes": 3, **long}, pinned=False)
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "other roles", PATIENCE_S, run)
+    first, second = read_attempts(run)
+    assert [[*one.sizes.values()] for one in (first, second)] == [[2, 1], [1, 2]], scenario.report(run)
+    assert (second.job, second.hosts) == (f"{first.job}+1", first.hosts), "without the queue"
+    outcome, growth = outcome_of(run, 1), read_growth(run)
+    assert outcome
+    assert growth
+    assert outcome.kind == "interrupted"
+    assert "to go on with policy_num_nodes 1, num_engines 2, " in outcome.message
+    assert (growth.attempt, growth.nodes, growth.job) == (1, 3, first.job_id)
+    scenario.knobs()
+    reach(scenario, run, last_trained(run) + 3)
+    for command in ("status", "goodput"):
+        assert "policy_num_nodes 1, num_engines 2; the trainer waited" in scenario.told(command, run.name)
     assert "run: cancelled" in scenario.told("cancel", run.name)
     assert len(read_attempts(run)) == 2, "not twice within the hour"
     groups = Counter(group for step in trained_groups(run) for group in step)

@@ -16,7 +16,14 @@ from hpcrl.config import Config
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.start import NodeContext, await_attempt
-from hpcrl.launch.layouts import AttemptLayout, all_layouts, describe_layouts, layout_for, usable_layouts
+from hpcrl.launch.layouts import (
+    AttemptLayout,
+    all_layouts,
+    describe_layouts,
+    layouts_for,
+    unmeasured_layouts,
+    usable_layouts,
+)
 from hpcrl.launch.requeue.requeue import HERE
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts, local_executor
 from hpcrl.launch.submit.models import rank_problems
@@ -38,8 +45,9 @@ def load(*settings: str, file: Path = QUICKSTART) -> Config:
 
 
 def used(config: Config) -> list[tuple[int, ...]]:
-    """Return nodes and sizes of the layouts that attempts take."""
-    return [(each.nodes, *each.sizes.values()) for each in usable_layouts(all_layouts(config, rank_problems))]
+    """Return nodes and sizes of the layouts that attempts take without measures."""
+    layouts = unmeasured_layouts(usable_layouts(all_layouts(config, rank_problems)))
+    return [(each.nodes, *each.sizes.values()) for each in layouts]
 
 
 @pytest.mark.parametrize(
@@ -75,9 +83,24 @@ def test_each_number_of_nodes_has_the_layout_that_shares_them_most_evenly(
 def test_nodes_are_divided_in_the_ratio_of_the_sizes(settings: list[str], layouts: list[tuple[int, ...]]) -> None:
     config = load(*settings)
     assert used(config) == layouts
-    largest = dict(zip((NODES, ENGINES), layouts[-1][1:], strict=True))
+    largest: dict[str, int] = dict(zip((NODES, ENGINES), layouts[-1][1:], strict=True))
     assert config.largest() == config.at(largest)
     assert config.at(largest).slurm.nodes is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "sizes"),
+    [
+        ([f"{NODES}=1-4", f"{ENGINES}=1-4"], 5, [(1, 4), (4, 1), (2, 3)]),
+        (["slurm.nodes=2-6"], 6, [(2, 4), (4, 2)]),
+        (["slurm.nodes=2-6"], 5, [(1, 4), (4, 1), (2, 3)]),
+        ([f"{NODES}=1-2", f"{ENGINES}=1-4", "slurm.replicas_per_node=4"], 2, [(1, 4)]),  # the others leave engines out
+        ([f"{NODES}=1-4"], 3, [(2,)]),
+    ],
+)
+def test_the_layouts_among_which_measures_choose(settings: list[str], nodes: int, sizes: list[tuple[int, ...]]) -> None:
+    layouts = layouts_for(usable_layouts(all_layouts(load(*settings), rank_problems)), nodes)
+    assert [tuple(layout.sizes.values()) for layout in layouts] == sizes
 
 
 def test_parallel_sizes_of_megatron_leave_sizes_out() -> None:
@@ -96,6 +119,12 @@ def test_the_table_names_what_is_left_out_and_why() -> None:
     assert describe_layouts(all_layouts(load())) == []
     both = describe_layouts(all_layouts(load(f"{NODES}=2-4", f"{ENGINES}=1-2")))
     assert [row.split() for row in both[2:]] == [["3", "2", "1"], ["4", "2", "2"], ["5", "4", "1"], ["6", "4", "2"]]
+    *rows, last = describe_layouts(all_layouts(load("slurm.nodes=5-6")))[2:]
+    assert [row.strip() for row in rows] == [
+        "5                 2            3  or 1 4, 4 1",
+        "6                 4            2  or 2 4",
+    ]
+    assert last.strip().startswith("or: ")
 
 
 PRINTS = """
@@ -139,7 +168,8 @@ def test_memory_that_could_not_be_compared_leaves_no_size_out(
 
 def test_an_attempt_takes_the_largest_layout_that_has_room() -> None:
     layouts = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLayout(5, {NODES: 4})]
-    assert [layout_for(layouts, nodes).nodes for nodes in (1, 2, 3, 4, 5, 6)] == [2, 2, 3, 3, 5, 5]
+    found = [layouts_for(layouts, nodes) for nodes in (1, 2, 3, 4, 5, 6)]
+    assert [[layout.nodes for layout in own] for own in found] == [[2], [2], [3], [3], [5], [5]]
 
 
 def test_sbatch_is_asked_for_the_range(tmp_path: Path) -> None:

@@ -289,6 +289,10 @@ def test_command_adds_runs_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "attempt 1, trainer, 1 node: goodput 25% of 1.1 node minutes: training 25%, starting 15%, waiting 37%"
         in printed
     )
+    run = Run(tmp_path / "p" / "one")
+    open_attempt(run, "7_0.1", ["n1"], {"a.policy_num_nodes": 1}, (), "the trainer waited")
+    assert main(["goodput", "one", *root]) == 0
+    assert "\nattempt 2 took 1 node(s): policy_num_nodes 1; the trainer waited\n" in capsys.readouterr().out
     assert main(["goodput", "one", "two", *root]) == 0
     assert capsys.readouterr().out.startswith("goodput 30.8% of 2 runs: 4.3 node minutes, and 2:00 in the queue\n")
     assert main(["goodput", "--project", "p", "--json", *root]) == 0

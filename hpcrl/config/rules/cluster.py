@@ -281,11 +281,11 @@ def requests(config: ConfigTree) -> Iterator[Problem]:
         path = f"slurm.requests.{name}"
         if not _REQUEST.fullmatch(name):
             yield Problem(path, f"expected a name of at most 32 letters, digits, - and _, found {name!r:.80}")
-        elif (gpus := slurm.asked_by(name).gpus) != slurm.gpus:
+        elif (slurm.asked_by(name).gpus > 0) != (slurm.gpus > 0):
+            has = f"{slurm.gpus} GPUs" if slurm.gpus else "none"
             yield Problem(
                 f"{path}.gpus_per_node",
-                f"expected a type with {slurm.gpus} GPUs, as slurm.gpus_per_node, found {one.gpus_per_node!r}: all requests of a run have the "
-                f"same nodes and ranks, and this one {gpus} GPUs on each",
+                f"a run computes on GPUs in all of its requests or in none; slurm.gpus_per_node has {has}, found {one.gpus_per_node!r}",
             )
 
 

@@ -250,7 +250,8 @@ class RequestConfig:
     """Time limit of an attempt in minutes; unset: slurm.time_minutes."""
 
     gpus_per_node: int | str | None = setting(None, range=NOT_NEGATIVE, check=_GPUS)
-    """GPUs asked for on each node, as many as slurm.gpus_per_node, and of which type, "a100:8"; unset: slurm.gpus_per_node."""
+    """GPUs asked for on each node, of a type where the cluster has several: "a100:4". Of another number than slurm.gpus_per_node, the request
+    has layouts of its own; a trainer on all GPUs of a node is on all of these. Unset: slurm.gpus_per_node."""
 
     gpu_memory_gb: float | None = setting(None, range=POSITIVE)
     """Memory of each of them in GB (2^30 bytes), which the layouts of this request have to fit in; unset: slurm.gpu_memory_gb."""
@@ -294,8 +295,9 @@ class SlurmConfig:
     earlier (sbatch --time-min). Unset: time_minutes. Attempts save before the limit that they got."""
 
     grow_minutes: int | None = setting(None, range=COUNT, on_change=CLUSTER)
-    """Let a run start again on more nodes, at most once in so many minutes, such as 60, where the restart pays (docs/placement.md): with
-    a range once Slurm has them idle, and with several requests once a larger one starts. Unset: never."""
+    """Let a run start again where the restart pays, at most once in so many minutes, such as 60 (docs/placement.md). With a range it does so
+    once Slurm has more nodes idle, or on its own nodes once they would be faster in other roles. With several requests it does so once a
+    larger one starts. Unset: never."""
 
     nodes: int | str | None = setting(None, range=COUNT, check=_NODES, on_change=SPREAD)
     """Nodes of an attempt, a number or a range such as "2-16". They are divided between trainer and replicas in the ratio of the nodes that
@@ -394,6 +396,11 @@ class SlurmConfig:
         names = [field.name for field in fields(one) if field.name != "nodes"]
         own = {name: value for name in names if (value := getattr(one, name)) is not None}
         return replace(self, **{**own, "extra": {**self.extra, **one.extra}, "requests": {}})
+
+    def has_own_layouts(self, request: str) -> bool:
+        """Return whether the layouts of one of `requests` are not those of the run: its GPUs have another memory, or are more or fewer."""
+        one = self.requests[request]
+        return one.gpu_memory_gb is not None or self.asked_by(request).gpus != self.gpus
 
     @property
     def gpus(self) -> int:

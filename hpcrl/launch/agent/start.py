@@ -17,8 +17,10 @@ from typing import NoReturn
 import submitit
 
 from hpcrl.errors import HpcrlError, RunError
-from hpcrl.launch.layouts import AttemptLayout, layout_for
+from hpcrl.launch.layouts import AttemptLayout, layouts_for
 from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed, start_name
+from hpcrl.launch.requeue.restart import layout_of_attempt
+from hpcrl.launch.requeue.roles import LayoutChoice
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
@@ -124,12 +126,16 @@ def await_attempt(run: Run, context: NodeContext, layouts: Sequence[AttemptLayou
     """Return the attempt of this start; node 0 opens it, the others see it through the shared filesystem.
 
     Args:
-        layouts: from which node 0 chooses by the nodes that there are; none: one for all of them.
+        layouts: from which node 0 chooses by the nodes that there are and what the run measured; none: one for all of them.
     """
     if context.index == 0:
-        layout = layout_for(layouts, len(context.hosts)) if layouts else AttemptLayout(len(context.hosts))
-        used, idle = context.hosts[: layout.nodes], context.hosts[layout.nodes :]
-        return open_attempt(run, context.job, used, layout.sizes, idle)
+        nodes = len(context.hosts)
+        if not layouts or context.local:  # of a machine's devices each has those of the plan
+            choice = LayoutChoice(layouts_for(layouts, nodes)[-1] if layouts else AttemptLayout(nodes))
+        else:
+            choice = layout_of_attempt(run, layouts, nodes)
+        used, idle = context.hosts[: choice.layout.nodes], context.hosts[choice.layout.nodes :]
+        return open_attempt(run, context.job, used, choice.layout.sizes, idle, choice.why)
     deadline = time.monotonic() + _SHARED_S
     while time.monotonic() < deadline:
         if attempt := find_attempt(run, context.job):

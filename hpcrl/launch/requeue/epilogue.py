@@ -3,7 +3,8 @@
     python -m hpcrl.launch.requeue.epilogue ELEMENT_LIST STATUS_OF_SRUN
 
 hpcrl/launch/requeue/policy.py decides that. done and cancelled end the job well, all else fails it. Slurm takes a node that is down out of a
-job with --no-kill. If a layout has room in the others, the batch script starts the next attempt on them at once.
+job with --no-kill. If a layout has room in the others, the batch script starts the next attempt on them at once. So it does after an attempt
+that stopped in order to give its nodes other roles.
 """
 
 from __future__ import annotations
@@ -119,14 +120,14 @@ def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
     """
     outcome, decision = _decided(run, job, status)
     others, left = patiently(lambda: other_jobs(run, _job_id(job))), 0
-    if here and decision.requeue and outcome.kind != "interrupted":
-        left = nodes_left(run, job)
-        outcome, decision = _decided(run, job, status)  # minutes later: it may be cancelled
+    if here and decision.requeue:
+        stopped = outcome.kind == "interrupted"
+        left = nodes_left(run, job, moves=stopped)
+        if left or not stopped:  # minutes later: it may be cancelled
+            outcome, decision = _decided(run, job, status)
     if decision.requeue:
         if left:
-            print(
-                f"a node of job {_job_id(job)} is down; the next attempt starts on the {left} that are left", flush=True
-            )
+            print(f"the next attempt starts at once, on {left} node(s) of job {_job_id(job)}", flush=True)
             return HERE
         if others:
             patiently(lambda: give_back(run, claimed_start(job)))
@@ -172,23 +173,38 @@ def _runs(job: str) -> bool:
     return False
 
 
-def nodes_left(run: Run, job: str) -> int:
+def nodes_left(run: Run, job: str, *, moves: bool = False) -> int:
     """Return the nodes on which another attempt can start in this allocation, which has lost some; 0 where it has not, or cannot.
 
     Where the agent of a node has not ended by itself, Slurm is waited for until it counts that node as down. Too few nodes for a layout,
     or a time limit within two times slurm.signal_seconds, before or after that wait, leave the queue as the way on.
+
+    Args:
+        moves: the attempt was asked to stop; all nodes of the allocation are left where that was for other roles of them, else none.
     """
     attempt, least = patiently(lambda: find_attempt(run, job)), os.environ.get(LEAST_NODES)
-    if attempt is None or least is None:
+    if attempt is None or least is None or (moves and not _moves_roles(run, attempt)):
+        return 0
+    if not moves and len(attempt.hosts) + len(attempt.idle) <= int(least):
         return 0
     signal_s = tomli.loads(patiently(run.config.read_text))["slurm"]["signal_seconds"]
     try:
         seconds = seconds_left(attempt.job_id) - 2 * signal_s
-        left = _after_losses(run, attempt, seconds) if seconds > 0 else 0
+        left = 0
+        if seconds > 0:  # Slurm shows the end of a job's grace time as its limit once it preempts it
+            left = nodes_of_job(attempt.job_id) if moves else _after_losses(run, attempt, seconds)
     except (SubmitError, RunError) as error:
         print(f"which nodes are left is not known: {error}", flush=True)
         return 0
     return left if left >= int(least) else 0
+
+
+def _moves_roles(run: Run, attempt: Attempt) -> bool:
+    """Return whether an attempt stopped in order to go on with other roles of as many nodes."""
+    with suppress(RunError):  # as of _first_for_growth
+        growth = patiently(lambda: read_growth(run))
+        return growth is not None and (growth.attempt, growth.nodes) == (attempt.number, len(attempt.hosts))
+    return False
 
 
 def _after_losses(run: Run, attempt: Attempt, most_s: float) -> int:

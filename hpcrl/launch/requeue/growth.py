@@ -1,4 +1,4 @@
-"""Decides whether a run gives its nodes back in order to start its next attempt on more of them. Pure: no files, no clock."""
+"""Decides whether an attempt stops for a faster one, on more nodes or with other roles of its own. Pure: no files, no clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Growth:
     """Growth that is worth its restart.
 
     Attributes:
-        nodes: of the next attempt.
+        nodes: of the next attempt; as many as before where their roles move.
         gained_s: seconds by which the steps in question end earlier, the restart counted.
     """
 
@@ -35,6 +35,23 @@ def grew_lately(now: float, last_growth: float | None, every_s: float) -> bool:
     return last_growth is not None and now - last_growth < every_s
 
 
+def worth_a_restart(
+    step_s: float, other_step_s: float, *, restart_s: float, steps_left: float, left_s: float
+) -> float | None:
+    """Return the seconds that a restart gains; None where it is not worth it.
+
+    Compared are the steps that the attempt trains until the run or its allocation ends. They take t seconds, and r + t s' / s after a
+    restart of r seconds, with s and s' seconds per step before and after. The gain is the difference.
+
+    Args:
+        step_s, other_step_s: seconds per step before and after the restart.
+        restart_s, steps_left, left_s: as of `choose_growth`.
+    """
+    training_s = min(left_s, steps_left * step_s)
+    gained_s = training_s - restart_s - training_s * other_step_s / step_s
+    return gained_s if gained_s > (_WORTH - 1) * restart_s else None
+
+
 def choose_growth(
     *,
     held: int,
@@ -46,23 +63,19 @@ def choose_growth(
 ) -> Growth | None:
     """Return the growth that gains most of those worth their restart, or None.
 
-    Compared are the steps that the nodes in hand train until the run or its allocation ends. They take t seconds there, and r + t s' / s
-    after a restart of r seconds, with s and s' seconds per step. The gain is the difference. The save and the wait in the queue are part
-    of r.
-
     Args:
         held: nodes of the attempt.
         candidates: nodes on which Slurm would start the run at once.
-        restart_s: seconds from the last step of an attempt to the first one of the next attempt.
+        restart_s: seconds from the last step of an attempt to the first one of the next attempt, the save and the queue among them.
         step_s: measured seconds per step by nodes, those of `held` among them.
         steps_left: steps that are not trained.
         left_s: seconds until the allocation ends.
     """
-    training_s = min(left_s, steps_left * step_s[held])
     best = None
     for nodes in sorted({nodes for nodes in candidates if nodes > held}):
-        gained_s = training_s - restart_s - training_s * expected_step_s(step_s, held, nodes) / step_s[held]
-        if gained_s > (_WORTH - 1) * restart_s and (best is None or gained_s > best.gained_s):
+        other = expected_step_s(step_s, held, nodes)
+        gained_s = worth_a_restart(step_s[held], other, restart_s=restart_s, steps_left=steps_left, left_s=left_s)
+        if gained_s is not None and (best is None or gained_s > best.gained_s):
             best = Growth(nodes, gained_s)
     return best
 

@@ -6,7 +6,7 @@ It claims the run and makes the other jobs wait for this one by a dependency. Sl
 hpcrl/launch/requeue/epilogue.py when it is requeued. A job that starts while another one has the run goes back into the queue.
 
 With slurm.grow_minutes the batch script names the requests whose attempts give way to larger ones. Jobs of more nodes than this one
-stay in the queue, and one that starts takes the run over: it asks the attempt to stop, and waits until that has saved.
+stay in the queue, and one that starts takes the run over. It asks the attempt to stop, and waits until that has saved.
 """
 
 from __future__ import annotations

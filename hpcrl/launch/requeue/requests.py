@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.errors import SubmitError
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.rundir.commit import read_json
@@ -35,21 +34,6 @@ def submitted_with(run: Run, job: str) -> list[str]:
 def other_jobs(run: Run, job: str) -> list[str]:
     """Return the jobs that wait for the same run as this one."""
     return [other for other in submitted_with(run, job) if other != job]
-
-
-def describe_requests(slurm: SlurmConfig) -> list[str]:
-    """Return one line for each of several requests, for people."""
-    lines = []
-    for name, one in slurm.requests.items():
-        asked = slurm.asked_by(name)
-        own = [f"{what} {value}" for what in ("account", "qos", "constraint") if (value := getattr(asked, what))]
-        gpus = [f"{asked.gpus_per_node} GPUs on each node"] if asked.gpus else []
-        gpus += [f"each of {one.gpu_memory_gb:g} GB"] if asked.gpus and one.gpu_memory_gb is not None else []
-        options = [f"--{option}" + ("" if value is True else f"={value}") for option, value in asked.extra.items()]
-        own += [f"{one.nodes} nodes"] if one.nodes is not None else []
-        where = f"partition {asked.partition or 'of the cluster'}"
-        lines.append(f"request {name}: {', '.join([where, *own, f'{asked.time_minutes} minutes', *gpus, *options])}")
-    return lines
 
 
 def cancel_others(run: Run, job: str) -> None:

@@ -19,11 +19,16 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
 from hpcrl.config.sections.slurm import EvaluationJobConfig, UploadJobConfig
-from hpcrl.config.sizes import sizes_in
-from hpcrl.errors import ConfigError, DataError, SubmitError
+from hpcrl.errors import ConfigError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
-from hpcrl.launch.layouts import AttemptLayout, Check, all_layouts, describe_layouts, nodes_of, usable_layouts
+from hpcrl.launch.layouts import (
+    AttemptLayout,
+    Check,
+    all_layouts,
+    nodes_of,
+    unmeasured_layouts,
+)
 from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
@@ -31,6 +36,7 @@ from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE, BATCH_SHELL, HERE, LEAST
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.launch.sharing import umask_of
 from hpcrl.launch.submit.models import rank_problems
+from hpcrl.launch.submit.requests import layouts_of_request, working_layouts
 from hpcrl.launch.submit.sweep import ONE_SCRIPT
 from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
@@ -46,29 +52,29 @@ class Element:
     Attributes:
         overrides: settings in which it differs from other runs of its sweep.
         checks: what a layout must pass beside what ranks can share of the models, where the configuration has ranges.
+        request: one of slurm.requests, into whose GPUs the layouts have to fit; empty: those of slurm.
     """
 
     name: str
     config: Config
     overrides: list[str]
     checks: tuple[Check, ...] = ()
+    request: str = ""
 
     @cached_property
     def every_layout(self) -> list[AttemptLayout]:
         """All layouts of the run, those that cannot work too."""
-        return all_layouts(self.config, rank_problems, *self.checks)
+        return all_layouts(self.config, rank_problems, *self.checks, request=self.request)
 
     @property
     def layouts(self) -> list[AttemptLayout]:
-        """Layouts that attempts of the run may take, the fewest nodes first. Raises DataError where none works."""
-        if usable := usable_layouts(self.every_layout):
-            return usable
-        raise DataError("\n".join(["no layout of the run works", *describe_layouts(self.every_layout)]))
+        """Layouts that attempts of the run may take, as of `usable_layouts`. Raises DataError where none works."""
+        return working_layouts(self.every_layout, self.request)
 
     @property
     def plans(self) -> list[list[Node]]:
-        """Nodes of each of them."""
-        return [make_plan(self.config.at(layout.sizes)) for layout in self.layouts]
+        """Nodes of one of them for each number of nodes, which an attempt takes without measures."""
+        return [make_plan(self.config.at(layout.sizes)) for layout in unmeasured_layouts(self.layouts)]
 
     @property
     def planned(self) -> Config:
@@ -94,23 +100,20 @@ class Submission:
 
     @property
     def layouts(self) -> list[AttemptLayout]:
-        """Layouts of every run, the fewest nodes first. Raises ConfigError where those of two runs have different nodes."""
+        """Layouts of the first run, as of `usable_layouts`. Raises ConfigError where another run asks for other nodes."""
         first = self.elements[0]
         for index, element in enumerate(self.elements[1:], 1):
             if element.plans != first.plans:
-                own, others = (", ".join(str(layout.nodes) for layout in one.layouts) for one in (element, first))
+                own, others = (", ".join(str(len(plan)) for plan in one.plans) for one in (element, first))
                 where = f"element {index} ({' '.join(element.overrides)}): works on {own} nodes, element 0 on {others}"
                 raise ConfigError(f"{where}; {ONE_SCRIPT}")
         return first.layouts
 
     def asked_by(self, request: str) -> Submission:
         """Return the submission whose layouts have to fit into the GPUs of one of slurm.requests; an empty name: of the only one."""
-        if not request or self.elements[0].config.slurm.requests[request].gpu_memory_gb is None:
+        if not request or not self.elements[0].config.slurm.has_own_layouts(request):
             return self
-        configs = [replace(each.config, slurm=each.config.slurm.asked_by(request)) for each in self.elements]
-        return replace(
-            self, elements=[replace(each, config=own) for each, own in zip(self.elements, configs, strict=True)]
-        )
+        return replace(self, elements=[replace(each, request=request) for each in self.elements])
 
     @property
     def planned(self) -> Config:
@@ -171,27 +174,14 @@ def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
         name: layouts_of_request(submission.asked_by(name).layouts, name, one.nodes)
         for name, one in slurm.requests.items()
     }
-    memory = {name: slurm.asked_by(name).gpu_memory_gb for name in layouts}
+    asked = {name: slurm.asked_by(name) for name in layouts}
+    gpus = {name: (one.gpu_memory_gb, one.gpus) for name, one in asked.items()}
     executors = dict[str, ArrayExecutor]()
     for name, own in layouts.items():
-        # on GPUs with another memory a run has other layouts, and steps of another length
-        alike = {other: each[-1].nodes for other, each in layouts.items() if memory[other] == memory[name]}
-        executors[name] = _slurm_executor(submission, slurm.asked_by(name), name, own, alike)
+        # on other GPUs a run has other layouts, and steps of another length
+        alike = {other: each[-1].nodes for other, each in layouts.items() if gpus[other] == gpus[name]}
+        executors[name] = _slurm_executor(submission, asked[name], name, own, alike)
     return executors
-
-
-def layouts_of_request(layouts: Sequence[AttemptLayout], request: str, nodes: int | str | None) -> list[AttemptLayout]:
-    """Return the layouts for which a request asks for nodes. Raises DataError where there is none."""
-    if nodes is None:
-        return [*layouts]
-    sizes = sizes_in(nodes)
-    if found := [layout for layout in layouts if layout.nodes in sizes]:
-        return found
-    has = ", ".join(str(layout.nodes) for layout in layouts)
-    raise DataError(
-        f"slurm.requests.{request}.nodes: expected nodes for which the run has a layout ({has}), found {nodes!r}; with a range of "
-        "trainer.placement.policy_num_nodes or generator.inference_engine.num_engines it has several"
-    )
 
 
 def _slurm_executor(
@@ -204,11 +194,13 @@ def _slurm_executor(
     """Return the executor of one request. All elements share one batch script, made from the first.
 
     Args:
-        most: nodes that each request for GPUs of the same memory asks for at most.
+        most: nodes that each request for as many GPUs of the same memory asks for at most.
     """
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
-    survives = len(layouts) > 1 or any(len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans)
+    survives = layouts[0].nodes < layouts[-1].nodes or any(
+        len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan) for plan in plans
+    )
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     elements = shlex.quote(str(submission.element_list))

@@ -270,15 +270,15 @@ def launch(submission: Submission, local: bool) -> None:
     executors = {"": local_executor(submission)} if local else slurm_executors(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
     sizes = [Sizes.of(element.config, folder_of) for element in submission.elements]
-    ranges = any(layout.sizes for element in submission.elements for layout in element.layouts)
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
             requests = dict[str, list[Job[Any]]]()
             for name, executor in executors.items():
                 elements = submission.asked_by(name).elements
+                layouts = [element.layouts for element in elements]
                 # the code of older runs takes none
-                layouts = [[element.layouts for element in elements]] if ranges else []
-                start = partial(executor.map_array, agent.main, paths, sizes, *layouts)
+                of_agents = [layouts] if any(layout.sizes for own in layouts for layout in own) else []
+                start = partial(executor.map_array, agent.main, paths, sizes, *of_agents)
                 requests[name] = submit_with_retry(start, submission.folder)
                 jobs += requests[name]
             gangs = [{name: own[at].job_id for name, own in requests.items()} for at in range(len(runs))]

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.root import source_of
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.layouts import all_layouts, usable_layouts
+from hpcrl.launch.layouts import all_layouts, unmeasured_layouts, usable_layouts
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.text import NotUtf8Error, utf8
@@ -166,7 +166,8 @@ def _misfits(configs: dict[int, Config]) -> Iterator[tuple[int, str]]:
 
 def _plans(config: Config) -> list[list[Node]]:
     """Return the nodes of each layout of a run."""
-    return [make_plan(config.at(layout.sizes)) for layout in usable_layouts(all_layouts(config, rank_problems))]
+    layouts = unmeasured_layouts(usable_layouts(all_layouts(config, rank_problems)))
+    return [make_plan(config.at(layout.sizes)) for layout in layouts]
 
 
 def name_after(file: Path, moment: str) -> str:

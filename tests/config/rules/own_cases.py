@@ -468,10 +468,10 @@ OURS = [
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 5, "slurm.requests": {"a": {"time_minutes": 20}}},
     ),
     Case(
-        "requests have as many GPUs on each node",
-        {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": "a100:4"}}},
-        "slurm.requests.a.gpus_per_node", "expected a type with 8 GPUs, as slurm.gpus_per_node, found 'a100:4'",
-        {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": "a100:8"}, "b": {}}},
+        "requests have GPUs, or none has",
+        {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": 0}}},
+        "slurm.requests.a.gpus_per_node", "in all of its requests or in none; slurm.gpus_per_node has 8 GPUs, found 0",
+        {"slurm.gpus_per_node": "h100:8", "slurm.requests": {"a": {"gpus_per_node": "a100:4"}, "b": {}}},
     ),
     Case(
         "a request with less time than an attempt may start with",

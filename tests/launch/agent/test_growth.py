@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,18 @@ from hpcrl.config import Config
 from hpcrl.launch.agent.growth import GrowthWatch
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.layouts import AttemptLayout
-from hpcrl.observe.summary import STEP_SECONDS, pace_by_nodes
+from hpcrl.launch.requeue.restart import layout_of_attempt, measure_attempt
+from hpcrl.observe.summary import STEP_SECONDS, Pace, pace_by_layout
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Attempt, open_attempt
+from hpcrl.rundir.ledger import open_attempt, read_attempts
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.signals import Reason, ask_to_stop, stop_asked, stop_cause
+from tests.observe.test_waiting import Phases, write
 from tests.paths import QUICKSTART
 
-NODES = "trainer.placement.policy_num_nodes"
+NODES, ENGINES = "trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"
 LAYOUTS = [AttemptLayout(2, {NODES: 1}), AttemptLayout(3, {NODES: 2}), AttemptLayout(5, {NODES: 4})]
 PROGRAMS = {
     "sinfo": "echo main",
@@ -54,10 +57,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def watch(run: Run, *settings: str) -> GrowthWatch:
+def watch(run: Run, *settings: str, layouts: Sequence[AttemptLayout] = LAYOUTS) -> GrowthWatch:
     config = Config.from_toml([QUICKSTART], [f'{NODES}="1-4"', "slurm.grow_minutes=60", *settings])
-    context = NodeContext(0, ["n1", "n2"], "7_0.0", 0, False)
-    return GrowthWatch(run, config, context, Attempt(1, "7_0.0", ["n1", "n2"], time.time(), {NODES: 1}), LAYOUTS)
+    (attempt,) = read_attempts(run)
+    return GrowthWatch(run, config, NodeContext(0, attempt.hosts, "7_0.0", 0, False), attempt, layouts)
 
 
 def idle(run: Run, *nodes: int) -> None:
@@ -152,11 +155,78 @@ def test_no_more_nodes_are_looked_for_than_the_request_asks_for(run: Run) -> Non
     assert (found.nodes, found.job) == (3, "7_0")
 
 
-def test_seconds_per_step_by_nodes(run: Run) -> None:
-    assert pace_by_nodes(run) == {2: 60.0}
-    second = open_attempt(run, "7_0.1", ["n1", "n2", "n3"], {NODES: 2})
+def test_seconds_per_step_by_layout(run: Run) -> None:
+    """Of other nodes those of the fastest layout count for growth, and of its own nodes those of the attempt's."""
+    assert pace_by_layout(run) == [Pace(2, {NODES: 1}, 60.0)]
+    others = [(2, {NODES: 2}, 30.0), (3, {NODES: 1}, 50.0), (3, {NODES: 2}, 40.0)]
+    for number, (nodes, sizes, pace) in enumerate(others, 2):
+        open_attempt(run, f"7_0.{number}", ["n1", "n2", "n3"][:nodes], sizes)
+        train(run, number, 6 * number + 1, pace)
+    assert pace_by_layout(run) == [Pace(2, {NODES: 1}, 60.0), *(Pace(*other) for other in others)]
+    measures = measure_attempt(run, read_attempts(run)[0])
+    assert measures
+    assert measures.step_s == {2: 60.0, 3: 40.0}
+
+
+def train(run: Run, attempt: int, first: int, pace: float) -> None:
     with run.metrics_of("trainer").open("a") as file:
-        for step in range(13, 19):
-            times = {"step": step, "time": second.started + 40 * step, "metrics": {STEP_SECONDS: 40.0}}
-            file.write(json.dumps({"attempt": 2, **times}) + "\n")
-    assert pace_by_nodes(run) == {2: 60.0, 3: 40.0}
+        for step in range(first, first + 6):
+            times = {"step": step, "time": 1e9 + pace * step, "metrics": {STEP_SECONDS: pace}}
+            file.write(json.dumps({"attempt": attempt, **times}) + "\n")
+
+
+ROLES = [AttemptLayout(4, {NODES: t, ENGINES: 4 - t}) for t in (1, 3, 2)]
+WAITING: Phases = [("wait_for_generation_buffer", 8.0), ("policy_train", 2.0)]
+GENERATING: Phases = [("generate", 8.0), ("idle", 2.0)]
+
+
+@pytest.fixture
+def waiting(run: Run) -> Run:
+    """The same run on two nodes that train and two that generate. The first ones wait for samples four fifths of the time, the others train."""
+    run.attempts.unlink()
+    open_attempt(run, "7_0.0", ["n1", "n2", "n3", "n4"], ROLES[-1].sizes)
+    run.config.write_text(
+        Config.from_toml([QUICKSTART], [f'{NODES}="1-3"', f'{ENGINES}="1-3"', "slurm.grow_minutes=60"]).to_toml()
+    )
+    write(run, "rank-0", WAITING)
+    for replica in range(2):
+        write(run, f"rollout-{replica}", GENERATING)
+    return run
+
+
+def test_a_waiting_trainer_gives_a_node_to_generation(waiting: Run) -> None:
+    """60 s * (0.2 * 2 / 1 + 0.8 * 2 / 3) = 56 s gain too little; with a longer wait it is worth a restart, on the nodes in hand."""
+    assert layout_of_attempt(waiting, ROLES, 4).layout == ROLES[-1]
+    growth = watch(waiting, f'{ENGINES}="1-3"', layouts=ROLES)
+    assert not growth.look()
+    assert not growth.look()
+    for process, phases in {"rank-0": [("wait_for_generation_buffer", 9.8), ("policy_train", 0.2)],
+                            "rollout-0": [("generate", 9.8), ("idle", 0.2)]}.items():  # fmt: skip
+        waiting.timeline_of(1, process).unlink()
+        write(waiting, process, phases)
+    waiting.timeline_of(1, "rollout-1").unlink()
+    choice = layout_of_attempt(waiting, ROLES, 4)
+    assert choice.layout.sizes == {NODES: 1, ENGINES: 3}
+    assert choice.step_s == pytest.approx(60 * (0.02 * 2 + 0.98 * 2 / 3))
+    assert "the trainer waited 98% for samples, engines 2% for training; 41.6 s per step expected, 60 s" in choice.why
+    assert not growth.look()
+    assert stop_asked(waiting, 1) is None
+    assert growth.look()
+    assert stop_cause(waiting, 1).startswith("to go on with policy_num_nodes 1, num_engines 3, ")
+    found = read_growth(waiting)
+    assert found
+    assert (found.attempt, found.nodes, found.job) == (1, 4, "7_0")
+    assert asked(waiting) == [], "Slurm has not to start anything"
+
+
+@pytest.mark.parametrize("damage", ["timelines", "configuration", "attempts of a fixed size"])
+def test_without_measures_the_attempt_takes_the_usual_layout(waiting: Run, damage: str) -> None:
+    if damage == "timelines":
+        waiting.timeline_of(1, "rank-0").unlink()
+    elif damage == "configuration":
+        waiting.config.write_text("trainer = 1")
+    else:
+        waiting.attempts.unlink()
+        open_attempt(waiting, "7_0.0", ["n1", "n2", "n3", "n4"])
+    choice = layout_of_attempt(waiting, ROLES, 4)
+    assert (choice.layout, choice.why, choice.step_s) == (ROLES[-1], "", None)

@@ -181,7 +181,7 @@ def test_smaller_requests_wait_where_the_same_job_grows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "nodes", "hours", "here"),
-    [("failed", "2", 1, True), ("hang", "3 3 2", 1, True), ("failed", "3 3", 1, False), ("failed", "1", 1, False), ("failed", "2", 0, False), ("interrupted", "2", 1, False)],
+    [("failed", "2", 1, True), ("hang", "3 3 2", 1, True), ("failed", "3 3", 1, False), ("failed", "1", 1, False), ("failed", "2", 0, False)],
 )  # fmt: skip
 def test_an_attempt_that_lost_a_node_is_followed_by_another_one_in_the_same_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, nodes: str, hours: int, here: bool
@@ -211,9 +211,41 @@ def test_an_attempt_that_lost_a_node_is_followed_by_another_one_in_the_same_allo
         (allocation,) = read_allocations(run)
         assert allocation.over
     else:
-        assert kind == "interrupted" or nodes_left(run, "7_0.0") == 0
+        assert nodes_left(run, "7_0.0") == 0
     monkeypatch.delenv(LEAST_NODES)
     assert nodes_left(run, "7_0.0") == 0, "of a run without ranges"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least", "hours", "attempt", "here"),
+    [(2, 2, 1, 1, True), (5, 2, 1, 1, False), (2, 3, 1, 1, False), (2, 2, 0, 1, False), (2, 2, 1, 2, False)],
+    ids=["other roles", "more nodes", "a lost node", "its time is over", "of an earlier attempt"],
+)
+def test_an_attempt_that_gives_its_nodes_other_roles_is_followed_by_another_one_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, least: int, hours: int, attempt: int, here: bool
+) -> None:
+    run = run_of(tmp_path)
+    for number in range(1, attempt + 1):
+        open_attempt(run, f"7_0.{number - 1}", ["n1", "n2"])
+    report_outcome(run, attempt, "interrupted", "saved and stopped", "agent-0")
+    write_growth(run, GrowthRecord(1, 0.0, nodes, "7_0"))
+    (tmp_path / "squeue").write_text(
+        f"#!/bin/sh\ncase $* in *%D*) echo 2;; *) date -d '+{hours} hours +4 minutes' +%FT%T;; esac\n"
+    )
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(LEAST_NODES, str(least))
+    start = f"7_0.{attempt - 1}"
+    if here:
+        assert settle(run, start, here=True) == HERE
+    assert nodes_left(run, start, moves=True) == (2 if here else 0)
+
+
+def test_on_the_fewest_nodes_no_lost_one_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = lost_node(tmp_path, monkeypatch, "exit 1", 600)
+    monkeypatch.setenv(LEAST_NODES, "2")
+    assert nodes_left(run, "7_0.0") == 0
+    assert not (tmp_path / "asked").exists()
 
 
 def lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squeue: str, timeout_s: int) -> Run:

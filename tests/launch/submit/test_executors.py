@@ -15,6 +15,9 @@ from submitit.core.utils import FailedJobError
 
 from hpcrl.config import Config
 from hpcrl.errors import DataError, SubmitError
+from hpcrl.launch.agent.start import NodeContext, await_attempt
+from hpcrl.launch.layouts import all_layouts
+from hpcrl.launch.nodes import make_plan
 from hpcrl.launch.requeue.requeue import HERE
 from hpcrl.launch.submit import executors
 from hpcrl.launch.submit.executors import (
@@ -26,6 +29,9 @@ from hpcrl.launch.submit.executors import (
     slurm_executors,
     submit_with_retry,
 )
+from hpcrl.launch.submit.requests import describe_requests
+from hpcrl.rundir.attempt_config import attempt_config
+from hpcrl.rundir.commit import write_text
 from tests.paths import QUICKSTART
 
 
@@ -231,6 +237,78 @@ def test_layouts_of_a_request_fit_into_its_gpus(tmp_path: Path) -> None:
     assert asked["older"]["constraint"] == "sxm"
     layouts = {name: submission.asked_by(name).elements[0].layouts for name in asked}  # which its agents get
     assert [[layout.nodes for layout in own] for own in layouts.values()] == [[2, 3, 5], [3, 5]]
+
+
+EIGHT = [
+    "slurm.gpus_per_node=h100:8", "trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=8",
+    "slurm.requests.new={}", 'slurm.requests.old={gpus_per_node="a100:4"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "sizes", "hosts"),
+    [
+        ([], ["2", "3"], {"slurm.gpus_per_node": 4}, 3),
+        (
+            ["trainer.placement.policy_num_nodes=1-4", "slurm.grow_minutes=60"],
+            ["2-5", "3-6"],
+            {"slurm.gpus_per_node": 4, "trainer.placement.policy_num_nodes": 2},
+            4,
+        ),
+    ],
+    ids=["a fixed size", "a range"],
+)
+def test_a_request_with_fewer_gpus_on_each_node_has_layouts_of_its_own(
+    tmp_path: Path, settings: list[str], nodes: list[str], sizes: dict[str, int], hosts: int
+) -> None:
+    """Eight engines have two of its nodes, and the trainer all of the others' GPUs."""
+    config = Config.from_toml([QUICKSTART], [*EIGHT, *settings])
+    submission = Submission(tmp_path / "p" / ".slurm" / "run", [Element("run", config, [])])
+    scripts = batch_scripts(submission).values()
+    assert [re.findall(r"^#SBATCH --nodes=(.*)$", text, re.MULTILINE)[0] for text in scripts] == nodes
+    asked = [re.findall(r"^#SBATCH --gpus-per-node=(.*)$", text, re.MULTILINE)[0] for text in scripts]
+    assert asked == ["h100:8", "a100:4"]
+    assert not any(
+        "prologue" in line and " new=" in line and " old=" in line for text in scripts for line in text.splitlines()
+    )
+    run = submission.runs[0]
+    write_text(run.config, config.to_toml())
+    layouts = submission.asked_by("old").layouts
+    attempt = await_attempt(run, NodeContext(0, ["n"] * hosts, "7_0.0", 0, False), layouts)
+    assert (attempt.sizes, attempt.idle) == (sizes, [])
+    own = attempt_config(run)
+    assert [node.gpus for node in make_plan(own)] == [4] * hosts
+    assert own.trainer.placement.policy_ranks == 4 * sizes.get("trainer.placement.policy_num_nodes", 1)
+    assert own.replicas_per_node == 4
+    assert attempt_config(run, 7) == config.at({}).largest()
+
+
+def test_a_request_on_whose_nodes_no_layout_works_is_refused_with_the_reason(tmp_path: Path) -> None:
+    config = Config.from_toml([QUICKSTART], [*EIGHT, "slurm.replicas_per_node=8"])
+    submission = Submission(tmp_path / "p" / ".slurm" / "run", [Element("run", config, [])])
+    expected = r"(?s)slurm\.requests\.old: no layout of the run works on its nodes.*left out: slurm\.replicas_per_node: 8 replicas need 8 GPUs"
+    with pytest.raises(DataError, match=expected):
+        batch_scripts(submission)
+
+
+def test_requests_are_described_with_the_nodes_that_they_ask_for() -> None:
+    """The table of the run names no range, since no job asks for it."""
+    settings = ["trainer.placement.policy_num_nodes=1-4", "slurm.requests.small={nodes=2}"]
+    config = Config.from_toml([QUICKSTART], [*EIGHT, *settings])
+    names = config.slurm.requests
+    layouts = {name: all_layouts(config, request=name) for name in names}
+    new, old, table, columns, *rows, small = describe_requests(config.slurm, layouts)
+    assert "request new: partition of the cluster, 2-5 nodes, 60 minutes, h100:8 GPUs" in new
+    assert "request old: partition of the cluster, 3-6 nodes, 60 minutes, a100:4 GPUs" in old
+    assert "request small: partition of the cluster, 2 nodes, " in small
+    assert "sbatch" not in table
+    assert columns.split() == ["nodes", "gpus_per_node", "policy_num_nodes"]
+    assert [row.split()[:3] for row in rows] == [["3", "4", "1"], ["4", "4", "2"], ["5", "4", "3"], ["6", "4", "4"]]
+    config = config.with_overrides(["slurm.requests.large={nodes=9}"])
+    with pytest.raises(
+        DataError, match=r"slurm\.requests\.large\.nodes: expected nodes for which the run has a layout"
+    ):
+        describe_requests(config.slurm, layouts | {"large": layouts["new"]})
 
 
 def test_requests_ask_for_the_nodes_of_different_layouts(tmp_path: Path) -> None:

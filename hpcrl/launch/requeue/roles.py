@@ -1,0 +1,101 @@
+"""Decides how many nodes of an attempt train and how many generate, by what the run measured before. Pure: no files, no clock.
+
+A step on T trainer nodes and E replicas has training, whose time goes with 1 / T, and generation, whose time goes with 1 / E. Other waits of
+both roles stay as long as they are. Training and generation overlap by the measured share of the shorter one: 0 where they take turns, 1 where
+the longer one hides the shorter. A layout whose steps were measured has its own time instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcrl.config.sizes import NUM_ENGINES, POLICY_NODES
+from hpcrl.launch.layouts import AttemptLayout
+
+LEAST_GAIN = 0.1
+"""Share of a step's time by which another layout has to be faster: below that, roles would move by what is noise."""
+
+
+@dataclass(frozen=True)
+class RoleTimes:
+    """Times of the roles in the steps of one layout.
+
+    Attributes:
+        sizes: of the layout, by the path of the setting.
+        step_s: seconds per step.
+        trains, generates: shares of a step in which the trainer trains, and in which replicas generate on average.
+        for_samples: share in which the trainer waits for replicas that generate.
+        for_training: share in which replicas wait for the trainer that trains.
+        evaluators: replicas that only evaluate.
+    """
+
+    sizes: Mapping[str, int]
+    step_s: float
+    trains: float
+    generates: float
+    for_samples: float
+    for_training: float
+    evaluators: int = 0
+
+    def expected_step_s(self, sizes: Mapping[str, int]) -> float:
+        """Return the seconds of a step in a layout with other sizes, by the formula of this module."""
+        nodes = self.sizes[POLICY_NODES] / sizes[POLICY_NODES]
+        engines = (self.sizes[NUM_ENGINES] - self.evaluators) / (sizes[NUM_ENGINES] - self.evaluators)
+        trainer, replicas = 1 - self.for_samples, 1 - self.for_training
+        shorter = min(trainer, replicas)
+        overlap = max(0.0, trainer + replicas - 1) / shorter if shorter > 0 else 0.0
+        trainer += self.trains * (nodes - 1)
+        replicas += self.generates * (engines - 1)
+        return self.step_s * (trainer + replicas - overlap * min(trainer, replicas))
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """Layout for the next attempt.
+
+    Attributes:
+        why: of several with as many nodes it is this one; empty where there is only one, or nothing was measured.
+        step_s: expected seconds per step; None: not known.
+    """
+
+    layout: AttemptLayout
+    why: str = ""
+    step_s: float | None = None
+
+
+def choose_layout(
+    layouts: Sequence[AttemptLayout],
+    times: RoleTimes | None,
+    measured: Sequence[tuple[Mapping[str, int], float]] = (),
+    least_gain: float = LEAST_GAIN,
+) -> LayoutChoice:
+    """Return the layout whose steps are expected to be shortest; the present one where the gain is too small, or the last one without measures.
+
+    Args:
+        layouts: all with as many nodes.
+        times: of the newest attempt that trained enough steps, on any number of nodes.
+        measured: sizes and seconds per step of layouts in which the run has trained.
+        least_gain: share of a step's time that has to be gained.
+    """
+    if times is None or len(layouts) == 1:
+        return LayoutChoice(layouts[-1])
+    own = [next((s for sizes, s in measured if sizes == layout.sizes), None) for layout in layouts]
+    expected = [
+        times.expected_step_s(layout.sizes) if seconds is None else seconds
+        for layout, seconds in zip(layouts, own, strict=True)
+    ]
+    at = next((index for index, layout in enumerate(layouts) if layout.sizes == times.sizes), len(layouts) - 1)
+    best = min(range(len(layouts)), key=expected.__getitem__)
+    waits = f"the trainer waited {times.for_samples:.0%} for samples, engines {times.for_training:.0%} for training"
+    if expected[best] < (1 - least_gain) * expected[at]:
+        gain = f"{expected[best]:.3g} s per step expected, {expected[at]:.3g} s with {described(layouts[at].sizes)}"
+        return LayoutChoice(layouts[best], f"{waits}; {gain}", expected[best])
+    return LayoutChoice(
+        layouts[at], f"{waits}; no other sizes are expected to be {least_gain:.0%} faster", expected[at]
+    )
+
+
+def described(sizes: Mapping[str, int]) -> str:
+    """Return sizes for people: policy_num_nodes 1, num_engines 3."""
+    return ", ".join(f"{path.rpartition('.')[2]} {size}" for path, size in sizes.items())
