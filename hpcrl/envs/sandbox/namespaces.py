@@ -16,8 +16,8 @@ _NEW = 0x10000000 | 0x20000 | 0x20000000 | 0x8000000 | 0x4000000 | 0x2000000
 """CLONE_NEWUSER, NEWNS, NEWPID, NEWIPC, NEWUTS and NEWCGROUP."""
 
 _FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
-_READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = (_FLAGS[name] for name in ("ro", "nosuid", "nodev", "noexec"))
-_REMOUNT, BIND, MOVE, _RECURSIVE, _PRIVATE = 32, 4096, 8192, 16384, 1 << 18
+READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = (_FLAGS[name] for name in ("ro", "nosuid", "nodev", "noexec"))
+REMOUNT, BIND, RECURSIVE, _PRIVATE = 32, 4096, 16384, 1 << 18
 _DETACH = 2
 _PDEATHSIG, _DROP_FROM_BOUNDS = 1, 24
 _CAPABILITIES = 0x20080522  # the version of the structure that is 64 bits wide
@@ -44,7 +44,7 @@ def enter(directory: str, readable: Iterable[str], size: int, files: int) -> Non
     os.makedirs(directory + directory, exist_ok=True)
     options = f"size={size},nr_inodes={files},mode=700"
     mount("tmpfs", directory + directory, "tmpfs", NO_SUID | NO_DEVICES, options)
-    mount(None, directory, None, _REMOUNT | BIND | _READ_ONLY | NO_SUID | NO_DEVICES)
+    mount(None, directory, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES)
     change_root(directory)
     os.chdir(directory)
     nothing = os.open(os.devnull, os.O_RDONLY)  # the other one is of a mount that can be written to
@@ -68,7 +68,7 @@ def unshare(user: int, group: int, *, network: bool) -> None:
     for name, text in maps:
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    mount(None, "/", None, RECURSIVE | _PRIVATE)
 
 
 def change_root(directory: str) -> None:
@@ -123,7 +123,7 @@ def _show(path: str, where: str) -> None:
     else:
         os.makedirs(os.path.dirname(where), exist_ok=True)
         os.close(os.open(where, os.O_CREAT | os.O_WRONLY, 0o644))
-    mount(path, where, None, BIND | _RECURSIVE)
+    mount(path, where, None, BIND | RECURSIVE)
 
 
 def _make_read_only(root: str) -> None:
@@ -135,7 +135,7 @@ def _make_read_only(root: str) -> None:
         if place.startswith(f"{root}/"):
             kept = sum(_FLAGS.get(flag, 0) for flag in flags.split(","))
             device = 0 if place.startswith(f"{root}/dev/") else NO_DEVICES
-            mount(None, place, None, _REMOUNT | BIND | _READ_ONLY | NO_SUID | device | kept)
+            mount(None, place, None, REMOUNT | BIND | READ_ONLY | NO_SUID | device | kept)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

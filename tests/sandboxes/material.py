@@ -1,0 +1,68 @@
+"""What tests of sandboxes share: a small image of this machine's own programs, and an ordinary user where the tests are root's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpcrl.sandboxes import sandbox
+
+PATIENCE_S = 60.0  # other tests have the cores
+_USER = 54321
+_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: the interpreter of the tests may be in root's home
+_PROGRAMS = ("sh", "cat", "ls", "sleep", "id", "mount", "ln", "dd", "rm", "mkdir", "mkfifo", "env", "tty", "stty", "chown", "chmod", "touch", "tar", "python3")  # fmt: skip
+
+
+@contextmanager
+def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process, and those that it starts, be an ordinary user's. Skips where the kernel lets none make namespaces."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(_USER, _USER, 0)
+        os.setresuid(_USER, _USER, 0)
+        libc = ctypes.CDLL(None, use_errno=True)
+        kept = (ctypes.c_uint32 * 6)(_READ_ALL, 0xFFFFFFFF, 0, 0, 0xFFFFFFFF, 0)
+        header = ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0))
+        libc.capget(header, ctypes.byref(kept))
+        kept[0] = _READ_ALL
+        assert libc.capset(header, ctypes.byref(kept)) == 0
+        if subprocess.run([sys.executable, "-c", ""], capture_output=True, check=False).returncode != 0:
+            other = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+            if other is None:
+                pytest.skip("ordinary users have no Python here")
+            patch.setattr(sandbox, "_COMMAND", [other, *sandbox._COMMAND[1:]])
+    try:
+        if subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode != 0:
+            pytest.skip("ordinary users make no user namespaces here")
+        yield
+    finally:
+        if os.getresuid()[2] == 0:
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+
+
+def make_rootfs(path: Path) -> Path:
+    """Make a directory of an image with some programs of this machine and their libraries."""
+    for name in ("bin", "dev", "proc", "tmp", "etc"):
+        (path / name).mkdir(parents=True)
+    (path / "etc" / "release").write_text("tiny\n")
+    needed = set[str]()
+    for program in _PROGRAMS:
+        found = os.path.realpath(shutil.which(program, path="/usr/bin:/bin") or pytest.skip(f"no {program} here"))
+        shutil.copy(found, path / "bin" / program)
+        listed = subprocess.run(["ldd", found], capture_output=True, text=True, check=False).stdout
+        needed |= set(re.findall(r"(/\S+)\s+\(0x", listed))
+    for library in needed:
+        target = path / library.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, target)
+    return path
