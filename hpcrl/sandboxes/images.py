@@ -137,7 +137,7 @@ class ImageStore:
         try:
             with uncompressed(path) as stream:
                 hashed = Hashed(stream)
-                read_tree(cast(IO[bytes], hashed), root, Bounds(image.size, LARGEST.entries), upper=True)
+                read_tree(cast(IO[bytes], hashed), root, Bounds(image.size, LARGEST.entries))
         except DataError as error:
             raise DamagedError(f"{path}: {error}; {_REMEDY}") from error
         finally:

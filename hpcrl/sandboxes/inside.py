@@ -157,7 +157,7 @@ class _First:
                 os.read(wake, _PIECE)
             if not alone and (used := _memory_used()) > self._settings["memory"]:
                 send(self._owner, {"memory": used})
-                _signal_all(signal.SIGKILL)
+                self._kill_all()
             if self._owner in ready:
                 message, descriptors = receive(self._owner)
                 if message is None:
@@ -174,9 +174,17 @@ class _First:
             return False
         return True
 
+    def _kill_all(self) -> None:
+        """Kill all other processes, and wait until they have ended: what a dying one has counts as memory."""
+        _signal_all(signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while True:
+                os.wait()
+        self._snapshot = None
+
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         if message["do"] == "kill":
-            return _signal_all(signal.SIGKILL)
+            return self._kill_all()
         if message["do"] == "snapshot":
             _signal_all(signal.SIGSTOP)
         child = os.fork()
@@ -294,7 +302,8 @@ def _begin(message: Message, streams: Sequence[int], settings: Message) -> NoRet
         os.execvpe(message["command"][0], message["command"], message["environment"])
     except OSError as error:
         code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
-        os.write(2, f"{error.filename or message['command'][0]}: {error.strerror}\n".encode(errors="replace"))
+        what = message["directory"] if error.filename == message["directory"] else message["command"][0]
+        os.write(2, f"{what}: {error.strerror}\n".encode(errors="replace"))
     finally:
         os._exit(code)
 

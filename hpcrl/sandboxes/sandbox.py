@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "HOME": "/root",
     "LANG": "C.UTF-8",
 }
-_START_S, _TRANSFER_S, _GRACE_S, _PIECE = 120.0, 120.0, 5.0, 1 << 16
+_START_S, _TRANSFER_S, _GRACE_S, _PIECE = 120.0, 120.0, 2.0, 1 << 16
 _NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
 
 
@@ -156,7 +156,7 @@ class Command:
                     for stream in [one for one in self.streams if one in ready or self.control.fileno() in ready]:
                         yield from self._drain(stream, selector, wait=self.control.fileno() not in ready)
                     if self.control.fileno() in ready:
-                        self.result = self._result()
+                        self.result = Ended(None, "time") if killed else self._result()
                         return
             finally:
                 self.close()
@@ -340,7 +340,7 @@ class Sandbox:
 
     def out_of_memory(self, since: float) -> bool:
         """Return whether its programs have been killed for their memory since a time, as of `time.monotonic`."""
-        with self._lock, suppress(BlockingIOError, ConnectionResetError):
+        with self._lock, suppress(OSError):  # there is no more, or it has ended
             while self._owner.recv(LONGEST_MESSAGE, socket.MSG_DONTWAIT):  # it sends nothing else
                 self._memory_killed = time.monotonic()
         return self._memory_killed >= since

@@ -63,7 +63,7 @@ class _Writer:
         for name in sorted(os.listdir(folder)):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             info = tarfile.TarInfo(prefix + name)
-            info.mode, info.mtime = status.st_mode & 0o1777, int(status.st_mtime)
+            info.mode = status.st_mode & 0o1777
             if self._describe(info, status, name, folder):
                 self._count(status)
                 self._add(info, name, folder)
@@ -75,13 +75,13 @@ class _Writer:
     def _describe(self, info: tarfile.TarInfo, status: os.stat_result, name: str, folder: int) -> bool:
         """Set type and size of an entry; return whether it is kept."""
         if stat.S_ISDIR(status.st_mode):
-            info.type, info.mtime = tarfile.DIRTYPE, 0  # unpacking changes it
+            info.type = tarfile.DIRTYPE
             if self._upper and _is_opaque(name, folder):
                 info.pax_headers = {_OPAQUE_HEADER: "y"}
         elif stat.S_ISLNK(status.st_mode):
             info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
         elif stat.S_ISREG(status.st_mode):
-            info.size = status.st_size
+            info.size, info.mtime = status.st_size, int(status.st_mtime)  # of others, unpacking keeps none
             first = self._first.setdefault((status.st_dev, status.st_ino), info.name) if status.st_nlink > 1 else None
             if first not in (None, info.name):
                 info.type, info.linkname, info.size = tarfile.LNKTYPE, cast(str, first), 0
@@ -112,7 +112,7 @@ class _Writer:
 def read_tree(stream: IO[bytes], root: int, bounds: Bounds, *, upper: bool = False) -> None:
     """Unpack a tar archive, such as a layer of an image, over what is in a directory. Device nodes are left out.
 
-    Names and links are resolved as if the directory were the root of all files.
+    Names and links are resolved as if the directory were the root of all files. The user can read all of a layer, whatever the modes in it.
 
     Args:
         stream: the archive, uncompressed; read once, forward.
@@ -207,7 +207,7 @@ class _Reader:
             with suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=folder)
             with _opened(name, folder) as inner:
-                os.fchmod(inner, mode | 0o700)
+                os.fchmod(inner, mode if self._upper else mode | 0o700)
                 if self._upper and _OPAQUE_HEADER in member.pax_headers:
                     os.setxattr(inner, _OPAQUE, b"y")
         elif member.issym():
@@ -233,7 +233,7 @@ class _Reader:
                 if self._size > self._bounds.size:
                     raise DataError(f"the files of the archive have more than {self._bounds.size} bytes")
                 file.write(piece)
-            os.fchmod(descriptor, member.mode & 0o777 | 0o400)
+            os.fchmod(descriptor, member.mode & 0o777 | (0 if self._upper else 0o400))
             file.flush()
             os.utime(descriptor, (member.mtime, member.mtime))
 

@@ -19,7 +19,8 @@ from hpcrl.sandboxes import sandbox
 PATIENCE_S = 60.0  # other tests have the cores
 _USER = 54321
 _READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: the interpreter of the tests may be in root's home
-_PROGRAMS = ("sh", "cat", "ls", "sleep", "id", "mount", "ln", "dd", "rm", "mkdir", "mkfifo", "env", "tty", "stty", "chown", "chmod", "touch", "tar", "python3")  # fmt: skip
+_PROGRAMS = ("sh", "cat", "ls", "sleep", "ln", "rm", "mkdir", "mkfifo", "env", "tty", "stty", "chown", "tar")
+_MODULES = "ctypes, encodings.ascii, encodings.idna, encodings.latin_1, errno, fcntl, io, json, mmap, os, resource, select, signal, site, socket, stat, struct, subprocess, sys, termios, threading, time"
 
 
 @contextmanager
@@ -35,7 +36,8 @@ def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
         libc.capget(header, ctypes.byref(kept))
         kept[0] = _READ_ALL
         assert libc.capset(header, ctypes.byref(kept)) == 0
-        if subprocess.run([sys.executable, "-c", ""], capture_output=True, check=False).returncode != 0:
+        reached = ["sh", "-c", 'exec "$0" -c ""', sys.executable]  # without the capability of this process
+        if subprocess.run(reached, capture_output=True, check=False).returncode != 0:
             other = shutil.which("python3", path="/usr/bin:/usr/local/bin")
             if other is None:
                 pytest.skip("ordinary users have no Python here")
@@ -51,18 +53,27 @@ def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_rootfs(path: Path) -> Path:
-    """Make a directory of an image with some programs of this machine and their libraries."""
+    """Make a directory of an image with some programs of this machine, a small Python among them, and their libraries."""
     for name in ("bin", "dev", "proc", "tmp", "etc"):
         (path / name).mkdir(parents=True)
     (path / "etc" / "release").write_text("tiny\n")
-    needed = set[str]()
-    for program in _PROGRAMS:
-        found = os.path.realpath(shutil.which(program, path="/usr/bin:/bin") or pytest.skip(f"no {program} here"))
-        shutil.copy(found, path / "bin" / program)
-        listed = subprocess.run(["ldd", found], capture_output=True, text=True, check=False).stdout
-        needed |= set(re.findall(r"(/\S+)\s+\(0x", listed))
-    for library in needed:
-        target = path / library.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, target)
+    files = {f"/bin/{name}": os.path.realpath(_found(name)) for name in _PROGRAMS}
+    python = os.path.realpath(_found("python3"))
+    listing = (
+        f"import {_MODULES}; [print(m.__file__) for m in list(sys.modules.values()) if getattr(m, '__file__', None)]"
+    )
+    listed = subprocess.run([python, "-I", "-S", "-c", listing], capture_output=True, text=True, check=True).stdout
+    files |= {name: name for name in [python, *listed.splitlines()]}
+    binaries = [name for name in files.values() if not name.endswith(".py")]
+    needed = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
+    files |= {name: name for name in re.findall(r"(/\S+)\s+\(0x", needed)}
+    for target, source in files.items():
+        place = path / target.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, place)
+    (path / "bin" / "python3").symlink_to(python)
     return path
+
+
+def _found(program: str) -> str:
+    return shutil.which(program, path="/usr/bin:/bin") or pytest.skip(f"no {program} here")
