@@ -18,9 +18,9 @@ from hpcrl.rundir.commit import children, make_directory, read_json, write_json
 from hpcrl.rundir.records import as_record
 from hpcrl.sandboxes.archives import Archive, Hashed, uncompressed, write_compressed
 from hpcrl.sandboxes.sources import opened_source
-from hpcrl.sandboxes.trees import Bounds, read_tree, write_tree
+from hpcrl.sandboxes.trees import TreeBounds, read_tree, write_tree
 
-LARGEST = Bounds(size=64 << 30, entries=4_000_000)
+LARGEST = TreeBounds(size=64 << 30, entries=4_000_000)
 """Of an image."""
 
 MOUNT_POINTS = "dev", "proc", "tmp"
@@ -62,7 +62,7 @@ class ImageStore:
     def __init__(self, root: Path) -> None:
         self._path = root.absolute() / ".images"
 
-    def add(self, name: str, source: Path, bounds: Bounds = LARGEST, temporary: Path | None = None) -> Image:
+    def add(self, name: str, source: Path, bounds: TreeBounds = LARGEST, temporary: Path | None = None) -> Image:
         """Add an image; one of the same content is stored once, whatever its names.
 
         Args:
@@ -137,7 +137,7 @@ class ImageStore:
         try:
             with uncompressed(path) as stream:
                 hashed = Hashed(stream)
-                read_tree(cast(IO[bytes], hashed), root, Bounds(image.size, LARGEST.entries))
+                read_tree(cast(IO[bytes], hashed), root, TreeBounds(image.size, LARGEST.entries))
         except DataError as error:
             raise DamagedError(f"{path}: {error}; {_REMEDY}") from error
         finally:
@@ -147,7 +147,7 @@ class ImageStore:
         for name in MOUNT_POINTS:
             (tree / name).mkdir(exist_ok=True)
 
-    def _pack(self, tree: Path, bounds: Bounds) -> Archive:
+    def _pack(self, tree: Path, bounds: TreeBounds) -> Archive:
         """Write a tree into a file beside the archives."""
         for name in MOUNT_POINTS:
             if (tree / name).is_symlink() or ((tree / name).exists() and not (tree / name).is_dir()):

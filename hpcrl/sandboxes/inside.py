@@ -1,7 +1,8 @@
 """First process of a sandbox, which prepares its namespaces and starts programs in it. hpcrl/sandboxes/sandbox.py starts it.
 
-Its standard input is a socket of its owner. A request is one message, with the descriptors that belong to it, and is handled by a child; the
-first descriptor is a socket for the answer, whose end ends the program. When the owner is gone, this process ends, and with it all others.
+Its standard input is a socket of its owner. A request is one message, with the descriptors that belong to it, and is handled by a child. The
+first descriptor is a socket for the answer; when its other end is closed, the program ends. When the owner is gone, this process ends, and
+with it all others.
 
 It imports nothing but the standard library, all of it before the image is its root: afterwards an import could find a file of the image.
 """
@@ -28,7 +29,7 @@ from typing import Any, NoReturn
 from hpcrl.envs.sandbox import namespaces, seccomp
 from hpcrl.envs.sandbox.supervisor import end_children
 from hpcrl.errors import DataError
-from hpcrl.sandboxes.trees import Bounds, read_tree, write_tree
+from hpcrl.sandboxes.trees import TreeBounds, read_tree, write_tree
 
 LONGEST_MESSAGE = 128 << 10
 LOOK_S = 0.5
@@ -101,7 +102,7 @@ def _prepare(settings: Message, descriptors: Sequence[int]) -> int:
         raise OSError(error.errno, "this kernel's tmpfs keeps no user attributes, which Linux 6.6 has added") from error
     for descriptor in descriptors:
         with os.fdopen(descriptor, "rb") as snapshot:
-            read_tree(snapshot, upper, Bounds(settings["disk"], settings["files"]), upper=True)
+            read_tree(snapshot, upper, TreeBounds(settings["disk"], settings["files"]), upper=True)
     return upper
 
 
@@ -207,7 +208,7 @@ class _First:
                 send(control, _execute(message, control, streams, self._settings))
             elif message["do"] == "snapshot":
                 with os.fdopen(streams[0], "wb") as out:
-                    bounds = Bounds(self._settings["disk"], self._settings["files"])
+                    bounds = TreeBounds(self._settings["disk"], self._settings["files"])
                     write_tree(self._upper, out, bounds, upper=True)
                 send(control, {})
             else:

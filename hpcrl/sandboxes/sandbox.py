@@ -1,7 +1,7 @@
 """A sandbox on this node: programs of a stranger over the files of an image, in namespaces, with limits and without privileges.
 
-Nothing outside is touched by what its programs do: its changes are in memory and go with it, and files are read and written by a process
-inside, so that no link of the sandbox is followed outside.
+Its programs change nothing outside: what they write is in memory and goes with it. Files are read and written by a process inside, so that
+no link of the sandbox is followed outside.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _ENVIRONMENT = {
     "HOME": "/root",
     "LANG": "C.UTF-8",
 }
-_START_S, _TRANSFER_S, _GRACE_S, _PIECE = 120.0, 120.0, 2.0, 1 << 16
+_START_S, _TRANSFER_S, _GRACE_S = 120.0, 120.0, 2.0
+_PIECE, _MOST_PIECES = 1 << 16, 64
 _NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
 
 
@@ -47,8 +48,8 @@ class SandboxError(HpcrlError):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a sandbox, of all its programs together.
+class SandboxLimits:
+    """SandboxLimits of a sandbox, of all its programs together.
 
     Attributes:
         memory: bytes of their memory; above it all are killed.
@@ -92,7 +93,7 @@ class Output:
 
 
 @dataclass
-class Command:
+class SandboxCommand:
     """A program that runs in a sandbox.
 
     Attributes:
@@ -109,20 +110,23 @@ class Command:
     begun: float = field(default_factory=time.monotonic)
     result: Ended | None = None
 
+    def __post_init__(self) -> None:
+        for descriptor in (self.stdin, *self.streams):
+            if descriptor is not None:
+                os.set_blocking(descriptor, False)
+
     def write(self, content: bytes) -> None:
-        """Write to its input, as fast as it reads, until its time is over."""
+        """Write to its input, as fast as it reads, until its time is over; from the thread that reads its output."""
         if self.stdin is None:
             raise SandboxError("the input of the program is closed")
-        left, terminal = memoryview(content), self.stdin in self.streams
-        os.set_blocking(self.stdin, False)
-        with suppress(BrokenPipeError), selectors.DefaultSelector() as selector:  # which it is where it reads no more
+        left = memoryview(content)
+        with suppress(BrokenPipeError), selectors.DefaultSelector() as selector:  # it may read no more
             selector.register(self.stdin, selectors.EVENT_WRITE)
             while left and selector.select(max(0.0, self.deadline - time.monotonic())):
                 left = left[os.write(self.stdin, left) :]
-        os.set_blocking(self.stdin, terminal)
 
     def close_input(self) -> None:
-        if self.stdin is not None and self.stdin not in self.streams:
+        if self.stdin is not None:
             os.close(self.stdin)
         self.stdin = None
 
@@ -136,35 +140,51 @@ class Command:
         with suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
 
-    def output(self) -> Iterator[tuple[str, bytes]]:
-        """Yield what it writes, with the name of the stream, until it has ended; what its background processes write later is lost."""
-        killed = False
+    def output(self, given: bytes | None = None) -> Iterator[tuple[str, bytes]]:
+        """Yield what it writes, with the name of the stream, until it has ended; what its background processes write later is lost.
+
+        Args:
+            given: all of its input, which is closed then; None: `write` has it.
+        """
+        left, killed = memoryview(given or b""), False
         with selectors.DefaultSelector() as selector:
-            for stream in self.streams:
+            for stream in (*self.streams, self.control):
                 selector.register(stream, selectors.EVENT_READ)
-            selector.register(self.control, selectors.EVENT_READ)
+            if given is not None and self.stdin is not None:
+                selector.register(self.stdin, selectors.EVENT_WRITE)
             try:
-                while True:
-                    left = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
-                    ready = [key.fd for key, _ in selector.select(max(0.0, left))]
-                    if not ready and left <= 0:
+                while self.result is None:
+                    seconds = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
+                    ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
+                    if not ready and seconds <= 0:
                         if killed:
                             raise SandboxError("the sandbox does not end a program; end the sandbox")
                         self.sandbox.kill()  # its supervisor was stopped, or cannot end it
                         killed = True
+                    if self.stdin in ready:
+                        left = self._feed(left, selector)
+                    over = self.control.fileno() in ready
                     # what it wrote last was written before its end was reported
-                    for stream in [one for one in self.streams if one in ready or self.control.fileno() in ready]:
-                        yield from self._drain(stream, selector, wait=self.control.fileno() not in ready)
-                    if self.control.fileno() in ready:
+                    for stream in [one for one in self.streams if one in ready or over]:
+                        yield from self._drain(stream, selector, _MOST_PIECES if over else 1)
+                    if over:
                         self.result = Ended(None, "time") if killed else self._result()
-                        return
             finally:
                 self.close()
 
-    def _drain(self, stream: int, selector: selectors.BaseSelector, *, wait: bool) -> Iterator[tuple[str, bytes]]:
-        os.set_blocking(stream, wait)
-        name, left = self.streams[stream], 1 if wait else 64
-        while left:
+    def _feed(self, left: memoryview, selector: selectors.BaseSelector) -> memoryview:
+        """Write to its input what fits; return what is left of it."""
+        assert self.stdin is not None
+        with suppress(BrokenPipeError):
+            if left and (left := left[os.write(self.stdin, left) :]):
+                return left
+        selector.unregister(self.stdin)
+        self.close_input()
+        return memoryview(b"")
+
+    def _drain(self, stream: int, selector: selectors.BaseSelector, most: int) -> Iterator[tuple[str, bytes]]:
+        """Yield what a stream holds, at most as many pieces."""
+        for _ in range(most):
             try:
                 piece = os.read(stream, _PIECE)
             except BlockingIOError:
@@ -175,8 +195,7 @@ class Command:
                 with suppress(KeyError):
                     selector.unregister(stream)
                 return
-            yield name, piece
-            left -= 1
+            yield self.streams[stream], piece
 
     def _result(self) -> Ended:
         message, _ = receive(self.control)
@@ -210,7 +229,7 @@ class Sandbox:
         self,
         image: Path,
         scratch: Path,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         *,
         network: bool = False,
         environment: Mapping[str, str] | None = None,
@@ -219,7 +238,7 @@ class Sandbox:
     ) -> None:
         if os.geteuid() == 0:
             raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
-        self.limits = limits or Limits()
+        self.limits = limits or SandboxLimits()
         self._environment, self._directory = {**_ENVIRONMENT, **(environment or {})}, directory
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
         self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -249,7 +268,7 @@ class Sandbox:
         terminal: tuple[int, int] | bool = False,
         environment: Mapping[str, str] | None = None,
         directory: str | None = None,
-    ) -> Command:
+    ) -> SandboxCommand:
         """Start a program.
 
         Args:
@@ -257,6 +276,13 @@ class Sandbox:
             terminal: rows and columns; True: 24 and 80; False: pipes.
         """
         size = _TERMINAL if terminal is True else terminal or _NO_TERMINAL
+        texts = [*command, directory or "", *(environment or {}), *(environment or {}).values()]
+        if (
+            not command
+            or any("\0" in text for text in texts)
+            or any("=" in name or not name for name in environment or {})
+        ):
+            raise DataError("expected a command and variables without a null character or = in a name")
         message = {
             "do": "exec",
             "command": list(command),
@@ -277,7 +303,7 @@ class Sandbox:
                 control.close()
                 raise SandboxError(f"no terminal for the program: {error}") from error
             control.settimeout(None)
-            return Command(self, control, master, {master: "stdout"}, deadline)
+            return SandboxCommand(self, control, os.dup(master), {master: "stdout"}, deadline)
         pairs = [os.pipe() for _ in range(3)]
         theirs = [pairs[0][0], pairs[1][1], pairs[2][1]]
         try:
@@ -286,14 +312,14 @@ class Sandbox:
         finally:
             for end in theirs:
                 os.close(end)
-        return Command(self, control, pairs[0][1], {pairs[1][0]: "stdout", pairs[2][0]: "stderr"}, deadline)
+        return SandboxCommand(self, control, pairs[0][1], {pairs[1][0]: "stdout", pairs[2][0]: "stderr"}, deadline)
 
-    def run(self, command: Sequence[str], seconds: float, *, most: int = 1 << 20, **how: Any) -> Output:
-        """Run a program without input, and return what it writes; it is ended when it writes more than `most` bytes."""
+    def run(
+        self, command: Sequence[str], seconds: float, *, most: int = 1 << 20, given: bytes = b"", **how: Any
+    ) -> Output:
+        """Run a program with an input, and return what it writes; it is ended when it writes more than `most` bytes."""
         program, found, size = self.begin(command, seconds, **how), {"stdout": bytearray(), "stderr": bytearray()}, 0
-        if not how.get("terminal"):
-            program.close_input()
-        for name, piece in program.output():
+        for name, piece in program.output(given):
             found[name] += piece[: most - size]
             size = min(most, size + len(piece))
             if size == most:
@@ -391,7 +417,10 @@ class Sandbox:
         if self._owner.fileno() < 0 or self._process.poll() is not None:
             raise SandboxError("the sandbox has ended")
         with self._lock:
-            send(self._owner, message, descriptors)
+            try:
+                send(self._owner, message, descriptors)
+            except OSError as error:
+                raise SandboxError("the sandbox has ended") from error
 
 
 def _absolute(path: str) -> str:

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from hpcrl.errors import DataError
 from hpcrl.sandboxes.archives import Hashed, uncompressed
-from hpcrl.sandboxes.trees import Bounds, read_tree
+from hpcrl.sandboxes.trees import TreeBounds, read_tree
 
 _LAYOUT, _INDEX, _MANIFEST = "oci-layout", "index.json", "manifest.json"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -25,7 +25,7 @@ _LARGEST_JSON = 16 << 20
 _MOST_INDEXES = 4
 
 
-class Source(NamedTuple):
+class ImageSource(NamedTuple):
     """A source of an image.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 @contextmanager
-def opened_source(source: Path, bounds: Bounds, temporary: Path | None = None) -> Iterator[Source]:
+def opened_source(source: Path, bounds: TreeBounds, temporary: Path | None = None) -> Iterator[ImageSource]:
     """Unpack a source as long as the block lasts; a plain directory is used where it is.
 
     Args:
@@ -58,10 +58,10 @@ def opened_source(source: Path, bounds: Bounds, temporary: Path | None = None) -
         if source.is_dir():
             archive = source if (source / _INDEX).is_file() and (source / _LAYOUT).is_file() else None
             if archive is None:
-                yield Source("directory", source, {}, "/")
+                yield ImageSource("directory", source, {}, "/")
                 return
         elif _is_sif(source):
-            yield Source("sif", _unpack_sif(source, place / "tree"), {}, "/")
+            yield ImageSource("sif", _unpack_sif(source, place / "tree"), {}, "/")
             return
         else:
             archive = place / "archive"
@@ -78,10 +78,10 @@ def opened_source(source: Path, bounds: Bounds, temporary: Path | None = None) -
         tree = place / "tree"
         tree.mkdir()
         _unpack(layers, tree, bounds, _digests(config, len(layers), source))
-        yield Source(kind, tree, *_settings(config, source))
+        yield ImageSource(kind, tree, *_settings(config, source))
 
 
-def _unpack(archives: Sequence[Path], directory: Path, bounds: Bounds, digests: Sequence[str] = ()) -> None:
+def _unpack(archives: Sequence[Path], directory: Path, bounds: TreeBounds, digests: Sequence[str] = ()) -> None:
     """Unpack archives one over the other, and compare the SHA-256 of each, uncompressed, with those of `digests`."""
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -23,7 +23,7 @@ _LARGEST_READ, _PIECE = 16 << 20, 1 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
-class Bounds(NamedTuple):
+class TreeBounds(NamedTuple):
     """Largest tree that is read or written.
 
     Attributes:
@@ -35,7 +35,7 @@ class Bounds(NamedTuple):
     entries: int
 
 
-def write_tree(root: int, out: IO[bytes], bounds: Bounds, *, upper: bool = False) -> None:
+def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = False) -> None:
     """Write a directory as a tar archive, whose bytes depend on its content alone. Sockets, devices and other filesystems below are left out.
 
     Args:
@@ -53,7 +53,7 @@ def write_tree(root: int, out: IO[bytes], bounds: Bounds, *, upper: bool = False
 
 
 class _Writer:
-    def __init__(self, tar: tarfile.TarFile, device: int, bounds: Bounds, upper: bool) -> None:
+    def __init__(self, tar: tarfile.TarFile, device: int, bounds: TreeBounds, upper: bool) -> None:
         self._tar, self._device, self._bounds, self._upper = tar, device, bounds, upper
         self._first, self._size, self._entries = dict[tuple[int, int], str](), 0, 0
 
@@ -109,7 +109,7 @@ class _Writer:
             return self._tar.addfile(info, file)
 
 
-def read_tree(stream: IO[bytes], root: int, bounds: Bounds, *, upper: bool = False) -> None:
+def read_tree(stream: IO[bytes], root: int, bounds: TreeBounds, *, upper: bool = False) -> None:
     """Unpack a tar archive, such as a layer of an image, over what is in a directory. Device nodes are left out.
 
     Names and links are resolved as if the directory were the root of all files. The user can read all of a layer, whatever the modes in it.
@@ -173,7 +173,7 @@ class _Forward:
 
 
 class _Reader:
-    def __init__(self, root: int, bounds: Bounds, upper: bool) -> None:
+    def __init__(self, root: int, bounds: TreeBounds, upper: bool) -> None:
         self._root, self._bounds, self._upper = root, bounds, upper
         self._folder: tuple[str, int, str] | None = None
         self._made, self._size, self._entries = set[str](), 0, 0

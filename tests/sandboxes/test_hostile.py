@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.envs.sandbox import seccomp
-from hpcrl.sandboxes.sandbox import Limits, Output, Sandbox, SandboxError
+from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
 from tests.sandboxes.material import PATIENCE_S
 
 Start = Callable[..., Sandbox]
@@ -165,7 +165,7 @@ def test_what_ordinary_programs_do_works(start: Start) -> None:
 
 
 def test_a_fork_bomb(start: Start) -> None:
-    one = start(Limits(processes=40))
+    one = start(SandboxLimits(processes=40))
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     ran = python(one, bomb, 1.0)
     assert ran.ended == "time"
@@ -177,7 +177,7 @@ def test_a_fork_bomb(start: Start) -> None:
 
 
 def test_a_memory_bomb_of_several_processes(start: Start) -> None:
-    one = start(Limits(memory=64 << 20))
+    one = start(SandboxLimits(memory=64 << 20))
     alone = python(one, "try: x = bytearray(80 << 20)\nexcept MemoryError: print('held')")
     assert alone.stdout == b"held\n"
     one.write("/kept", b"kept")
@@ -195,7 +195,7 @@ time.sleep(600)
 
 
 def test_a_full_disk(start: Start) -> None:
-    one = start(Limits(disk=4 << 20, files=100))
+    one = start(SandboxLimits(disk=4 << 20, files=100))
     found = outcomes(one, {
         "one file": "open('/x', 'wb').write(bytes(5 << 20))",
         "shared memory": "open('/dev/shm/x', 'wb').write(bytes(5 << 20))",

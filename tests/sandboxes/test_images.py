@@ -21,7 +21,7 @@ from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxError
 from hpcrl.sandboxes.sources import sif_command
-from hpcrl.sandboxes.trees import Bounds
+from hpcrl.sandboxes.trees import TreeBounds
 
 Entry = tuple[str, str | bytes, Mapping[str, Any]]
 SETTINGS = {"Env": ["PATH=/opt/bin:/bin", "LANG=C"], "WorkingDir": "/work"}
@@ -226,7 +226,7 @@ def test_archives_that_want_to_harm_are_refused(
         source = source.with_name("oci")
     with pytest.raises(DataError, match=said):
         store.add(
-            "evil", source, Bounds(size=1 << 20 if "1048576" in said else 64 << 20, entries=50), temporary=tmp_path
+            "evil", source, TreeBounds(size=1 << 20 if "1048576" in said else 64 << 20, entries=50), temporary=tmp_path
         )
     assert store.list() == []
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "oci", "runs"}

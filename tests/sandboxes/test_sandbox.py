@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes import sandbox as module
-from hpcrl.sandboxes.sandbox import Limits, Output, Sandbox, SandboxError
+from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
 from tests.paths import ROOT
@@ -131,7 +131,7 @@ def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
 
 
 def test_a_snapshot_has_bounds(start: Start, user: Path) -> None:
-    one = start(Limits(disk=1 << 20))
+    one = start(SandboxLimits(disk=1 << 20))
     sparse = "import os\nfor n in range(4):\n    with open(f'/s{n}', 'w') as f: f.truncate(1 << 20)"
     assert one.run(["python3", "-I", "-S", "-c", sparse], PATIENCE_S).stderr == b""
     with pytest.raises(SandboxError, match="more than 1048576 bytes"):
@@ -214,7 +214,7 @@ def test_a_node_without_user_namespaces_says_so(image: Path, scratch: Path, monk
 
 
 def test_a_node_that_runs_out_of_memory_files(start: Start) -> None:
-    one = start(Limits(disk=1 << 20, files=200))
+    one = start(SandboxLimits(disk=1 << 20, files=200))
     full = one.run(["python3", "-I", "-S", "-c", "open('/x', 'wb').write(bytes(2 << 20))"], PATIENCE_S)
     assert b"Errno 28" in full.stderr or b"Errno 27" in full.stderr
     with pytest.raises(SandboxError, match="No space left"):
