@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from hpcrl.errors import DamagedError, DataError
-from hpcrl.rundir.commit import children, make_directory, read_json, write_json
-from hpcrl.rundir.records import as_record
+from hpcrl.errors import DamagedError, DataError, RunError
+from hpcrl.rundir.commit import children, make_directory, write_json
+from hpcrl.rundir.records import as_record, damaged, read_object
 from hpcrl.sandboxes.archives import Archive, Hashed, uncompressed, write_compressed
 from hpcrl.sandboxes.sources import opened_source
 from hpcrl.sandboxes.trees import TreeBounds, read_tree, write_tree
@@ -26,7 +26,7 @@ LARGEST = TreeBounds(size=64 << 30, entries=4_000_000)
 MOUNT_POINTS = "dev", "proc", "tmp"
 """Directories that every sandbox has."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME, _DIGEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"), re.compile("[0-9a-f]{64}")
 _REMEDY = "remove it by `hpcrl image rm` and add it again"
 
 
@@ -94,22 +94,35 @@ class ImageStore:
         return [self.find(name) for name in sorted(names)]
 
     def find(self, name: str) -> Image:
-        """Return an image. Raises DataError where there is none of this name."""
-        record = read_json(self._record(name)) if _NAME.fullmatch(name) else None
+        """Return an image.
+
+        Raises:
+            DataError: there is none of this name.
+            RunError: its record is damaged.
+        """
+        path = self._record(name)
+        record = read_object(path, _REMEDY) if _NAME.fullmatch(name) else None
         if record is None:
             known = ", ".join(
                 one.removesuffix(".json") for one in sorted(children(self._path)) if one.endswith(".json")
             )
             raise DataError(f"there is no image {name!r:.100}; there are: {known or 'none, see `hpcrl image add`'}")
-        return as_record(Image, record, self._record(name), _REMEDY)
+        image = as_record(Image, record, path, _REMEDY)
+        if not _DIGEST.fullmatch(image.digest):
+            raise damaged(path, f"'digest' is {image.digest!r:.80}", _REMEDY)
+        return image
 
     def remove(self, name: str) -> None:
         """Remove a name, and its archive where no other name leads to it. Sandboxes that have begun go on."""
         with self._locked():
-            image = self.find(name)
+            try:
+                image = self.find(name)
+            except RunError:  # of a damaged record nobody knows the archive; adding it again replaces both
+                return self._record(name).unlink()
             self._record(name).unlink()
             if image.digest not in {other.digest for other in self.list()}:
                 self.archive(image).unlink(missing_ok=True)
+            return None
 
     def archive(self, image: Image) -> Path:
         """Return the file of an image."""

@@ -240,25 +240,30 @@ class Sandbox:
             raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
         self.limits = limits or SandboxLimits()
         self._environment, self._directory = {**_ENVIRONMENT, **(environment or {})}, directory
+        self._lock, self._memory_killed = threading.Lock(), float("-inf")
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
         self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock, self._memory_killed = threading.Lock(), float("-inf")
-        with other:
-            self._process = subprocess.Popen(
-                _COMMAND, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=_ENVIRONMENT, start_new_session=True
-            )
+        try:
+            with other:
+                self._process = subprocess.Popen(
+                    _COMMAND, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=_ENVIRONMENT, start_new_session=True
+                )
+        except OSError:
+            self._owner.close()
+            self._place.rmdir()
+            raise
         settings = {"image": str(image), "place": str(self._place), "network": network, **asdict(self.limits)}
+        reason = "its first process ended"
         try:
             self._send(settings, [snapshot.fileno()] if snapshot else [])
             self._owner.settimeout(_START_S)
             answer, _ = receive(self._owner)
-        except OSError as error:
-            self.end()
-            raise SandboxError(f"the sandbox did not start: {error}") from error
-        self._owner.settimeout(None)
+        except (OSError, SandboxError) as error:
+            answer, reason = None, f"{reason}, or takes more than {_START_S:g} s: {error}"
         if answer is None or "error" in answer:
             self.end()
-            raise SandboxError(f"the sandbox did not start: {(answer or {}).get('error', 'its first process ended')}")
+            raise SandboxError(f"the sandbox did not start: {(answer or {}).get('error', reason)}")
+        self._owner.settimeout(None)
 
     def begin(
         self,
@@ -305,14 +310,18 @@ class Sandbox:
             control.settimeout(None)
             return SandboxCommand(self, control, os.dup(master), {master: "stdout"}, deadline)
         pairs = [os.pipe() for _ in range(3)]
-        theirs = [pairs[0][0], pairs[1][1], pairs[2][1]]
+        theirs, own = [pairs[0][0], pairs[1][1], pairs[2][1]], [pairs[0][1], pairs[1][0], pairs[2][0]]
+        program = SandboxCommand(self, control, own[0], {own[1]: "stdout", own[2]: "stderr"}, deadline)
         try:
             with other:
                 self._send(message, [other.fileno(), *theirs])
+        except BaseException:
+            program.close()
+            raise
         finally:
             for end in theirs:
                 os.close(end)
-        return SandboxCommand(self, control, pairs[0][1], {pairs[1][0]: "stdout", pairs[2][0]: "stderr"}, deadline)
+        return program
 
     def run(
         self, command: Sequence[str], seconds: float, *, most: int = 1 << 20, given: bytes = b"", **how: Any
@@ -397,7 +406,7 @@ class Sandbox:
                 os.close(theirs)
                 other.close()
             # a program of the sandbox may stop the process that does it
-            late = threading.Timer(_TRANSFER_S, self.kill)
+            late = threading.Timer(_TRANSFER_S, self._kill_late)
             late.start()
             try:
                 move(own)
@@ -408,6 +417,10 @@ class Sandbox:
             raise SandboxError(
                 (answer or {}).get("error") or "a program of the sandbox, or its limits, ended the transfer"
             )
+
+    def _kill_late(self) -> None:
+        with suppress(SandboxError):  # it has ended meanwhile
+            self.kill()
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         if len(json.dumps(message)) > LONGEST_MESSAGE:

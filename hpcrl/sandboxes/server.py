@@ -79,6 +79,9 @@ class SandboxServer:
             "/end": ({}, self._end),
         }
 
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def end_expired(self) -> None:
         """End sandboxes whose clients are gone, for ever."""
         while True:
@@ -219,6 +222,7 @@ async def serve_sandboxes(node: NodeSandboxes, token: str, listener: socket.sock
         for task in tasks:
             task.cancel()
         await asyncio.to_thread(node.close)
+        app.close()
 
 
 def base64_of(text: str) -> bytes:

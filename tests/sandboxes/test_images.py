@@ -11,6 +11,7 @@ import stat
 import tarfile
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,22 @@ def test_a_node_unpacks_an_image_once(store: ImageStore, tmp_path: Path) -> None
     assert len(found) == 4
     assert len(set(found)) == 1
     assert sorted(path.name for path in node.iterdir()) == sorted([image.digest, f"{image.digest}.lock"])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"digest": "../../x"}'])
+def test_a_damaged_record_is_named_and_can_be_removed(
+    store: ImageStore, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = docker_archive(tmp_path / "a", LOWER)
+    image = store.add("tiny", source)
+    record = tmp_path / "runs" / ".images" / "tiny.json"
+    whole = {**asdict(image), **json.loads(content)} if "digest" in content else None
+    record.write_text(json.dumps(whole) if whole else content)
+    root = ["--root", str(tmp_path / "runs")]
+    assert main(["image", "ls", *root]) == 5
+    assert f"{record} is damaged" in capsys.readouterr().err
+    assert main(["image", "rm", "tiny", *root]) == 0
+    assert main(["image", "add", "tiny", str(source), *root]) == 0
 
 
 def test_an_archive_that_has_changed_is_not_unpacked(store: ImageStore, tmp_path: Path) -> None:
