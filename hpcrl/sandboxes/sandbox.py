@@ -143,6 +143,8 @@ class SandboxCommand:
     def output(self, given: bytes | None = None) -> Iterator[tuple[str, bytes]]:
         """Yield what it writes, with the name of the stream, until it has ended; what its background processes write later is lost.
 
+        The program is cancelled where the iterator is closed before its end.
+
         Args:
             given: all of its input, which is closed then; None: `write` has it.
         """

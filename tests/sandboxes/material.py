@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,16 @@ def make_rootfs(path: Path) -> Path:
         shutil.copy(source, place)
     (path / "bin" / "python3").symlink_to(python)
     return path
+
+
+def count_processes(word: str) -> int:
+    """Return how many processes have a word in their command line; owners of sandboxes, which read their input, do not count."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            line = path.read_bytes()
+            found += word.encode() in line and b"sys.stdin" not in line
+    return found
 
 
 def _found(program: str) -> str:

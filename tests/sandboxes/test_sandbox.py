@@ -16,7 +16,7 @@ from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
 from tests.paths import ROOT
-from tests.sandboxes.material import PATIENCE_S
+from tests.sandboxes.material import PATIENCE_S, count_processes
 
 Start = Callable[..., Sandbox]
 
@@ -161,7 +161,8 @@ sys.path.insert(0, sys.argv[1])
 from hpcrl.sandboxes.sandbox import Sandbox
 one = Sandbox(Path(sys.argv[2]), Path(sys.argv[3]))
 program = one.begin(["sh", "-c", "sleep 987.25 & echo begun; sleep 987.25"], 600.0)
-print(next(program.output())[1].decode(), one._process.pid, flush=True)
+output = program.output()  # the program ends with it
+print(next(output)[1].decode(), flush=True)
 sys.stdin.read()
 """
 
@@ -173,11 +174,11 @@ def test_a_sandbox_ends_with_its_owner_also_one_that_is_killed(image: Path, user
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     assert process.stdout.readline() == "begun\n"
-    assert _count("987.25")
+    assert count_processes("987.25")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + PATIENCE_S
-    while _count("987.25"):
+    while count_processes("987.25"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert str(place) not in Path("/proc/self/mountinfo").read_text()
@@ -186,21 +187,11 @@ def test_a_sandbox_ends_with_its_owner_also_one_that_is_killed(image: Path, user
     place.rmdir()
 
 
-def _count(word: str) -> int:
-    found = 0
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += word.encode() in path.read_bytes() and b"sys.stdin" not in path.read_bytes()
-        except OSError:
-            continue
-    return found
-
-
 def test_an_end_is_final(start: Start) -> None:
     one = start()
     program = one.begin(["sleep", "986.25"], 600.0)
     one.end()
-    assert _count("986.25") == 0
+    assert count_processes("986.25") == 0
     assert list(program.output()) == []
     assert program.result == module.Ended(None, "killed")
     with pytest.raises(SandboxError, match="has ended"):

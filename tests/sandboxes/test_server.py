@@ -27,7 +27,7 @@ from hpcrl.sandboxes.sandbox import SandboxLimits
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.paths import ROOT
-from tests.sandboxes.material import PATIENCE_S
+from tests.sandboxes.material import PATIENCE_S, count_processes
 
 TOKEN = "s3cret"
 
@@ -234,7 +234,8 @@ place = Path(sys.argv[3])
 node = NodeSandboxes(ImageStore(place / "runs"), SnapshotStore(place / "snapshots"), 2, 600.0)
 with node.use(node.start("tiny")) as one:
     program = one.begin(["sh", "-c", "echo begun; sleep 984.25"], 600.0)
-    print(next(program.output()), flush=True)
+    output = program.output()  # the program ends with it
+    print(next(output), flush=True)
     sys.stdin.read()
 """
 
@@ -255,16 +256,10 @@ def test_a_killed_server_leaves_what_the_next_one_removes(user: Path, monkeypatc
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     assert "begun" in process.stdout.readline()
+    assert count_processes("984.25")
     (left,) = temporary.iterdir()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    eventually(lambda: not any(b"984.25" in _command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline")))
+    eventually(lambda: count_processes("984.25") == 0)
     assert remove_abandoned() == [left]
     assert not list(temporary.iterdir())
-
-
-def _command_line(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
