@@ -123,7 +123,7 @@ def _enter(settings: Message) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, _SET_INTERFACE, struct.pack("16sH22x", b"lo", _UP))
     _libc.sethostname(b"sandbox", 7)
-    for place in (sys.path, sys.path_hooks, sys.meta_path):
+    for place in (sys.path, sys.path_hooks, sys.meta_path):  # an import would run a file of the image
         place.clear()
     namespaces.drop_capabilities(but=_READ_ALL)
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
@@ -150,15 +150,17 @@ class _First:
         self._snapshot: int | None = None
 
     def serve(self) -> NoReturn:
-        wake = _wake_at_ended_children()
+        wake, look_at = _wake_at_ended_children(), 0.0
         while True:
-            alone = self._reap()
-            ready, _, _ = select.select([self._owner, wake], [], [], None if alone else LOOK_S)
+            seconds = None if self._reap() else max(0.0, look_at - time.monotonic())
+            ready, _, _ = select.select([self._owner, wake], [], [], seconds)
             if wake in ready:
                 os.read(wake, _PIECE)
-            if not alone and (used := _memory_used()) > self._settings["memory"]:
-                send(self._owner, {"memory": used})
-                self._kill_all()
+            if seconds is not None and time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                if (used := _memory_used()) > self._settings["memory"]:
+                    send(self._owner, {"memory": used})
+                    self._kill_all()
             if self._owner in ready:
                 message, descriptors = receive(self._owner)
                 if message is None:

@@ -26,12 +26,13 @@ _MODULES = "ctypes, encodings.ascii, encodings.idna, encodings.latin_1, errno, f
 @contextmanager
 def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let this process, and those that it starts, be an ordinary user's. Skips where the kernel lets none make namespaces."""
+    groups = os.getgroups()
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(_USER, _USER, 0)
         os.setresuid(_USER, _USER, 0)
         libc = ctypes.CDLL(None, use_errno=True)
-        kept = (ctypes.c_uint32 * 6)(_READ_ALL, 0xFFFFFFFF, 0, 0, 0xFFFFFFFF, 0)
+        kept = (ctypes.c_uint32 * 6)()
         header = ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0))
         libc.capget(header, ctypes.byref(kept))
         kept[0] = _READ_ALL
@@ -50,6 +51,7 @@ def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
         if os.getresuid()[2] == 0:
             os.setresuid(0, 0, 0)
             os.setresgid(0, 0, 0)
+            os.setgroups(groups)
 
 
 def make_rootfs(path: Path) -> Path:
