@@ -19,7 +19,7 @@ FLOORS = {
     "hpcrl.cli": 8, "hpcrl.engines": 8, "hpcrl.families": 8,
     "jobs": 7, "hpcrl.planning": 7,
     "hpcrl.trainer": 6, "hpcrl.rollout": 6, "hpcrl.controller": 6, "hpcrl.launch": 6,
-    "hpcrl.reward_service": 6,
+    "hpcrl.reward_service": 6, "hpcrl.sandboxes": 6,
     "hpcrl.observe": 5, "hpcrl.upload": 5,
     "hpcrl.data": 4, "hpcrl.runtime": 4, "hpcrl.docs": 4,
     "hpcrl.algorithms": 3, "hpcrl.envs": 3, "hpcrl.rundir": 3, "hpcrl.convert": 3,

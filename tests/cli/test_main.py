@@ -135,6 +135,7 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
         "config": ["validate", str(QUICKSTART)],
         "data": ["check", str(QUICKSTART)],
         "env": ["ls"],
+        "image": ["ls"],
         "completion": ["bash"],
         "rm": ["--yes", run],
     }

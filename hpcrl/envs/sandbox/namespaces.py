@@ -1,4 +1,4 @@
-"""Namespaces for one program: files, processes, network and shared memory of its own, which go with it (man 7 namespaces).
+"""Namespaces for programs: files, processes, network and shared memory of their own, which go with them (man 7 namespaces).
 
 They need no privileges where the kernel lets users make user namespaces; many do.
 """
@@ -11,14 +11,15 @@ import signal
 from collections.abc import Iterable
 from typing import NoReturn
 
-_NEW = 0x10000000 | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000 | 0x2000000
-"""CLONE_NEWUSER, NEWNS, NEWPID, NEWNET, NEWIPC, NEWUTS and NEWCGROUP."""
+_NEW_NETWORK = 0x40000000
+_NEW = 0x10000000 | 0x20000 | 0x20000000 | 0x8000000 | 0x4000000 | 0x2000000
+"""CLONE_NEWUSER, NEWNS, NEWPID, NEWIPC, NEWUTS and NEWCGROUP."""
 
 _FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
-_READ_ONLY, _NO_SUID, _NO_DEVICES = (_FLAGS[name] for name in ("ro", "nosuid", "nodev"))
-_REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 32, 4096, 16384, 1 << 18
+READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = (_FLAGS[name] for name in ("ro", "nosuid", "nodev", "noexec"))
+REMOUNT, BIND, RECURSIVE, _PRIVATE = 32, 4096, 16384, 1 << 18
 _DETACH = 2
-_PDEATHSIG = 1
+_PDEATHSIG, _DROP_FROM_BOUNDS = 1, 24
 _CAPABILITIES = 0x20080522  # the version of the structure that is 64 bits wide
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,27 +36,47 @@ def enter(directory: str, readable: Iterable[str], size: int, files: int) -> Non
     Raises:
         OSError: the kernel does not let this user do that.
     """
-    user, group = os.geteuid(), os.getegid()
-    _check(_libc.unshare(_NEW), "unshare")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    _mount("tmpfs", directory, "tmpfs", _NO_SUID | _NO_DEVICES, "size=1m,nr_inodes=1k,mode=755")
+    unshare(os.geteuid(), os.getegid(), network=False)
+    mount("tmpfs", directory, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,nr_inodes=1k,mode=755")
     for path in readable:
         _show(path, directory + path)
     _make_read_only(directory)
     os.makedirs(directory + directory, exist_ok=True)
     options = f"size={size},nr_inodes={files},mode=700"
-    _mount("tmpfs", directory + directory, "tmpfs", _NO_SUID | _NO_DEVICES, options)
-    _mount(None, directory, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES)
-    os.chdir(directory)
-    _check(_libc.pivot_root(b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", _DETACH), "umount2")
+    mount("tmpfs", directory + directory, "tmpfs", NO_SUID | NO_DEVICES, options)
+    mount(None, directory, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES)
+    change_root(directory)
     os.chdir(directory)
     nothing = os.open(os.devnull, os.O_RDONLY)  # the other one is of a mount that can be written to
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+def unshare(user: int, group: int, *, network: bool) -> None:
+    """Give this process namespaces of its own; its next child is the first process in that of processes. No mount of it is seen outside.
+
+    Args:
+        user, group: its ids inside, the only ones there.
+        network: whether it keeps the node's network.
+
+    Raises:
+        OSError: the kernel does not let this user do that.
+    """
+    outside = os.geteuid(), os.getegid()
+    _check(_libc.unshare(_NEW if network else _NEW | _NEW_NETWORK), "unshare")
+    maps = (("setgroups", "deny"), ("uid_map", f"{user} {outside[0]} 1"), ("gid_map", f"{group} {outside[1]} 1"))
+    for name, text in maps:
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    mount(None, "/", None, RECURSIVE | _PRIVATE)
+
+
+def change_root(directory: str) -> None:
+    """Make a mounted directory the root; what was mounted elsewhere cannot be reached by names any more."""
+    os.chdir(directory)
+    _check(_libc.pivot_root(b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _DETACH), "umount2")
+    os.chdir("/")
 
 
 def go_on_as_child() -> None:
@@ -74,10 +95,17 @@ def go_on_as_child() -> None:
     os.close(write)
 
 
-def drop_capabilities() -> None:
-    """Give up what the maker of a user namespace may do in it."""
-    nothing = (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(ctypes.byref((ctypes.c_uint32 * 2)(_CAPABILITIES, 0)), ctypes.byref(nothing)), "capset")
+def drop_capabilities(but: int = 0) -> None:
+    """Give up what the maker of a user namespace may do in it; its programs get nothing back when they start another.
+
+    Args:
+        but: capabilities that this process keeps, a bit for each, of the first 32.
+    """
+    capability = 0
+    while _libc.prctl(_DROP_FROM_BOUNDS, capability, 0, 0, 0) == 0:
+        capability += 1
+    kept = (ctypes.c_uint32 * 6)(but, but)  # effective and permitted
+    _check(_libc.capset(ctypes.byref((ctypes.c_uint32 * 2)(_CAPABILITIES, 0)), ctypes.byref(kept)), "capset")
 
 
 def _end_like(status: bytes) -> NoReturn:
@@ -95,7 +123,7 @@ def _show(path: str, where: str) -> None:
     else:
         os.makedirs(os.path.dirname(where), exist_ok=True)
         os.close(os.open(where, os.O_CREAT | os.O_WRONLY, 0o644))
-    _mount(path, where, None, _BIND | _RECURSIVE)
+    mount(path, where, None, BIND | RECURSIVE)
 
 
 def _make_read_only(root: str) -> None:
@@ -106,11 +134,12 @@ def _make_read_only(root: str) -> None:
         place = place.encode().decode("unicode_escape")
         if place.startswith(f"{root}/"):
             kept = sum(_FLAGS.get(flag, 0) for flag in flags.split(","))
-            device = 0 if place.startswith(f"{root}/dev/") else _NO_DEVICES
-            _mount(None, place, None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | device | kept)
+            device = 0 if place.startswith(f"{root}/dev/") else NO_DEVICES
+            mount(None, place, None, REMOUNT | BIND | READ_ONLY | NO_SUID | device | kept)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Mount a filesystem, or change a mount (man 2 mount). Raises OSError, which names both."""
     given = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
     what = f"mount of {source or kind or 'nothing'} at {target}"
     _check(_libc.mount(*given[:3], ctypes.c_ulong(flags), given[3]), what)

@@ -42,14 +42,14 @@ def main(command: list[str], parent: int) -> int:
         return code if code >= 0 else 128 - code
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _end_children()
+        end_children()
 
 
 def _leave(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def _end_children() -> None:
+def end_children() -> None:
     """Kill all children, and those that become children because of it, until there are none."""
     while True:
         for pid in _children():

@@ -1,0 +1,187 @@
+"""Images of sandboxes: one compressed archive each on the shared filesystem, by checksum, and a name that leads to it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from hpcrl.errors import DamagedError, DataError, RunError
+from hpcrl.rundir.commit import children, make_directory, write_json
+from hpcrl.rundir.records import as_record, damaged, read_object
+from hpcrl.sandboxes.archives import Archive, Hashed, uncompressed, write_compressed
+from hpcrl.sandboxes.sources import opened_source
+from hpcrl.sandboxes.trees import TreeBounds, read_tree, write_tree
+
+LARGEST = TreeBounds(size=64 << 30, entries=4_000_000)
+"""Of an image."""
+
+MOUNT_POINTS = "dev", "proc", "tmp"
+"""Directories that every sandbox has."""
+
+_NAME, _DIGEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"), re.compile("[0-9a-f]{64}")
+_REMEDY = "remove it by `hpcrl image rm` and add it again"
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image.
+
+    Attributes:
+        digest: SHA-256 of its archive, uncompressed.
+        size: bytes of the archive, uncompressed.
+        kind: what it was made of.
+        environment: variables that it sets.
+        directory: where its programs begin.
+        added: seconds since 1970.
+    """
+
+    name: str
+    digest: str
+    size: int
+    kind: str
+    environment: dict[str, str]
+    directory: str
+    added: float
+
+
+class ImageStore:
+    """The images of a root of runs.
+
+    Args:
+        root: where runs are made; a shared filesystem.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root.absolute() / ".images"
+
+    def add(self, name: str, source: Path, bounds: TreeBounds = LARGEST, temporary: Path | None = None) -> Image:
+        """Add an image; one of the same content is stored once, whatever its names.
+
+        Args:
+            temporary: where the source is unpacked; None: where temporary files are made.
+
+        Raises:
+            DataError: the name is taken or wrong, or the source cannot be used.
+        """
+        if not _NAME.fullmatch(name):
+            raise DataError(f"expected a name of letters, digits and . _ -, found {name!r:.100}")
+        self._expect_free(name)
+        make_directory(self._path)
+        with opened_source(source, bounds, temporary) as found:
+            made = self._pack(found.tree, bounds)
+        image = Image(name, made.digest, made.size, found.kind, found.environment, found.directory, time.time())
+        try:
+            with self._locked():
+                self._expect_free(name)
+                os.replace(made.path, self.archive(image))
+                write_json(self._record(name), asdict(image))
+        except BaseException:
+            made.path.unlink(missing_ok=True)
+            raise
+        return image
+
+    def list(self) -> list[Image]:
+        """Return all images, by name."""
+        names = [name.removesuffix(".json") for name in children(self._path) if name.endswith(".json")]
+        return [self.find(name) for name in sorted(names)]
+
+    def find(self, name: str) -> Image:
+        """Return an image.
+
+        Raises:
+            DataError: there is none of this name.
+            RunError: its record is damaged.
+        """
+        path = self._record(name)
+        record = read_object(path, _REMEDY) if _NAME.fullmatch(name) else None
+        if record is None:
+            known = ", ".join(
+                one.removesuffix(".json") for one in sorted(children(self._path)) if one.endswith(".json")
+            )
+            raise DataError(f"there is no image {name!r:.100}; there are: {known or 'none, see `hpcrl image add`'}")
+        image = as_record(Image, record, path, _REMEDY)
+        if not _DIGEST.fullmatch(image.digest):
+            raise damaged(path, f"'digest' is {image.digest!r:.80}", _REMEDY)
+        return image
+
+    def remove(self, name: str) -> None:
+        """Remove a name, and its archive where no other name leads to it. Sandboxes that have begun go on."""
+        with self._locked():
+            try:
+                image = self.find(name)
+            except RunError:  # of a damaged record nobody knows the archive; adding it again replaces both
+                return self._record(name).unlink()
+            self._record(name).unlink()
+            if image.digest not in {other.digest for other in self.list()}:
+                self.archive(image).unlink(missing_ok=True)
+            return None
+
+    def archive(self, image: Image) -> Path:
+        """Return the file of an image."""
+        return self._path / f"{image.digest}.tar.gz"
+
+    def unpack(self, image: Image, directory: Path) -> Path:
+        """Return the directory of an image below that of a node, unpacked once by whichever process is first.
+
+        Raises:
+            DamagedError: the archive is not the one that was added.
+        """
+        place = directory / image.digest
+        with (directory / f"{image.digest}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.exists():
+                with tempfile.TemporaryDirectory(prefix=f"{image.digest}.", dir=directory) as partial:
+                    tree = Path(partial) / "tree"
+                    tree.mkdir()
+                    self._unpack(image, tree)
+                    tree.rename(place)
+        return place
+
+    def _unpack(self, image: Image, tree: Path) -> None:
+        path, root = self.archive(image), os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with uncompressed(path) as stream:
+                hashed = Hashed(stream)
+                read_tree(cast(IO[bytes], hashed), root, TreeBounds(image.size, LARGEST.entries))
+        except DataError as error:
+            raise DamagedError(f"{path}: {error}; {_REMEDY}") from error
+        finally:
+            os.close(root)
+        if hashed.digest() != image.digest:
+            raise DamagedError(f"{path} has changed: expected the checksum {image.digest}; {_REMEDY}")
+        for name in MOUNT_POINTS:
+            (tree / name).mkdir(exist_ok=True)
+
+    def _pack(self, tree: Path, bounds: TreeBounds) -> Archive:
+        """Write a tree into a file beside the archives."""
+        for name in MOUNT_POINTS:
+            if (tree / name).is_symlink() or ((tree / name).exists() and not (tree / name).is_dir()):
+                raise DataError(f"/{name} of the image is no directory, which sandboxes need")
+        root = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return write_compressed(self._path, lambda out: write_tree(root, out, bounds))
+        finally:
+            os.close(root)
+
+    def _expect_free(self, name: str) -> None:
+        if self._record(name).exists():
+            raise DataError(f"there is an image {name} already: choose another name, or `hpcrl image rm {name}`")
+
+    def _record(self, name: str) -> Path:
+        return self._path / f"{name}.json"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        make_directory(self._path)
+        with (self._path / "lock").open("w") as lock:
+            with suppress(OSError):  # a filesystem without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

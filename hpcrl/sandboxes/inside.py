@@ -1,0 +1,360 @@
+"""First process of a sandbox, which prepares its namespaces and starts programs in it. hpcrl/sandboxes/sandbox.py starts it.
+
+Its standard input is a socket of its owner. A request is one message, with the descriptors that belong to it, and is handled by a child. The
+first descriptor is a socket for the answer; when its other end is closed, the program ends. When the owner is gone, this process ends, and
+with it all others.
+
+It imports nothing but the standard library, all of it before the image is its root: afterwards an import could find a file of the image.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL
+from typing import Any, NoReturn
+
+from hpcrl.envs.sandbox import namespaces, seccomp
+from hpcrl.envs.sandbox.supervisor import end_children
+from hpcrl.errors import DataError
+from hpcrl.sandboxes.trees import TreeBounds, read_tree, write_tree
+
+LONGEST_MESSAGE = 128 << 10
+LOOK_S = 0.5
+"""Between two looks at the memory of all processes."""
+
+OPEN_FILES = 4096
+NOT_FOUND, NOT_STARTED = 127, 126
+
+_PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
+_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: files of mode 0 are a part of a snapshot
+_MOST_DESCRIPTORS, _PIECE = 4, 1 << 16
+_SET_INTERFACE, _UP = 0x8914, 0x41
+_DEVICES = "null", "zero", "full", "random", "urandom", "tty"
+_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+_OWN = namespaces.NO_SUID | namespaces.NO_DEVICES
+
+_libc = CDLL(None, use_errno=True)
+Message = Mapping[str, Any]
+
+
+def main() -> None:
+    """Prepare a sandbox as the first message asks, and answer requests in it."""
+    _libc.prctl(_PDEATHSIG, signal.SIGKILL)
+    owner = socket.socket(fileno=os.dup(0))
+    settings, descriptors = receive(owner)
+    try:
+        upper = _prepare(settings, descriptors)
+        if child := os.fork():
+            owner.close()
+            os.waitpid(child, 0)
+            os._exit(0)
+        _libc.prctl(_PDEATHSIG, signal.SIGKILL)
+        _enter(settings)
+    except (OSError, DataError) as error:
+        send(owner, {"error": str(error)})
+        os._exit(1)
+    send(owner, {})
+    _First(owner, upper, settings).serve()
+
+
+def receive(channel: socket.socket) -> tuple[Any, list[int]]:
+    """Return a message and the descriptors that came with it; None where the other end is closed."""
+    content, descriptors, _, _ = socket.recv_fds(channel, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return json.loads(content) if content else None, descriptors
+
+
+def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
+        socket.send_fds(channel, [json.dumps(message).encode()], descriptors)
+
+
+def _prepare(settings: Message, descriptors: Sequence[int]) -> int:
+    """Enter the namespaces, and fill a filesystem in memory with the upper directory of the overlay; return its descriptor."""
+    namespaces.unshare(0, 0, network=settings["network"])
+    options = f"size={settings['disk']},nr_inodes={settings['files']},mode=700"
+    namespaces.mount("tmpfs", settings["place"], "tmpfs", _OWN, options)
+    os.chdir(settings["place"])
+    os.umask(0o022)
+    for name in ("lower", "upper", "work", "root", "dev", "shm"):
+        os.mkdir(name, 0o755)
+    os.chmod("shm", 0o1777)
+    namespaces.mount(settings["image"], "lower", None, namespaces.BIND)
+    upper = os.open("upper", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.setxattr(upper, "user.overlay.test", b"y")
+        os.removexattr(upper, "user.overlay.test")
+    except OSError as error:
+        raise OSError(error.errno, "this kernel's tmpfs keeps no user attributes, which Linux 6.6 has added") from error
+    for descriptor in descriptors:
+        with os.fdopen(descriptor, "rb") as snapshot:
+            read_tree(snapshot, upper, TreeBounds(settings["disk"], settings["files"]), upper=True)
+    return upper
+
+
+def _enter(settings: Message) -> None:
+    """Make the overlay the root of all files, and give up what this process may do in its namespaces."""
+    namespaces.mount("overlay", "root", "overlay", _OWN, "lowerdir=lower,upperdir=upper,workdir=work,userxattr")
+    for name in ("dev", "proc"):
+        if not stat.S_ISDIR(os.lstat(f"root/{name}").st_mode):
+            raise DataError(f"/{name} is no directory in this snapshot")
+    _make_devices()
+    namespaces.mount("dev", "root/dev", None, namespaces.BIND | namespaces.RECURSIVE)
+    # no program may replace a device that the next request opens
+    namespaces.mount(None, "root/dev", None, namespaces.REMOUNT | namespaces.BIND | namespaces.READ_ONLY | _OWN)
+    namespaces.mount("shm", "root/dev/shm", None, namespaces.BIND)
+    namespaces.mount("proc", "root/proc", "proc", _OWN | namespaces.NO_PROGRAMS)
+    namespaces.change_root("root")
+    if not settings["network"]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, _SET_INTERFACE, struct.pack("16sH22x", b"lo", _UP))
+    _libc.sethostname(b"sandbox", 7)
+    for place in (sys.path, sys.path_hooks, sys.meta_path):  # an import would run a file of the image
+        place.clear()
+    namespaces.drop_capabilities(but=_READ_ALL)
+    _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # nothing of /proc/1 is for the programs of the sandbox
+
+
+def _make_devices() -> None:
+    for name in _DEVICES:
+        os.close(os.open(f"dev/{name}", os.O_CREAT | os.O_WRONLY))
+        namespaces.mount(f"/dev/{name}", f"dev/{name}", None, namespaces.BIND)
+    for name in ("pts", "shm"):
+        os.mkdir(f"dev/{name}")
+    options = "newinstance,ptmxmode=0666,mode=0620"
+    namespaces.mount("devpts", "dev/pts", "devpts", namespaces.NO_SUID | namespaces.NO_PROGRAMS, options)
+    for name, target in _LINKS.items():
+        os.symlink(target, f"dev/{name}")
+
+
+class _First:
+    """The process 1 of a sandbox: starts a child for each request, ends those without a parent, and bounds the memory of all."""
+
+    def __init__(self, owner: socket.socket, upper: int, settings: Message) -> None:
+        self._owner, self._upper, self._settings = owner, upper, settings
+        self._snapshot: int | None = None
+
+    def serve(self) -> NoReturn:
+        wake, look_at = _wake_at_ended_children(), 0.0
+        while True:
+            seconds = None if self._reap() else max(0.0, look_at - time.monotonic())
+            ready, _, _ = select.select([self._owner, wake], [], [], seconds)
+            if wake in ready:
+                os.read(wake, _PIECE)
+            if seconds is not None and time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                if (used := _memory_used()) > self._settings["memory"]:
+                    send(self._owner, {"memory": used})
+                    self._kill_all()
+            if self._owner in ready:
+                message, descriptors = receive(self._owner)
+                if message is None:
+                    os._exit(0)
+                self._handle(message, descriptors)
+
+    def _reap(self) -> bool:
+        """Wait for children that have ended; return whether there are no others."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                if ended == self._snapshot:
+                    self._snapshot = None
+                    _signal_all(signal.SIGCONT)
+            return False
+        return True
+
+    def _kill_all(self) -> None:
+        """Kill all other processes, and wait until they have ended: what a dying one has counts as memory."""
+        _signal_all(signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while True:
+                os.wait()
+        self._snapshot = None
+
+    def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
+        if message["do"] == "kill":
+            return self._kill_all()
+        if message["do"] == "snapshot":
+            _signal_all(signal.SIGSTOP)
+        child = os.fork()
+        if child == 0:
+            self._become(message, descriptors)
+        if message["do"] == "snapshot":
+            self._snapshot = child
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+
+    def _become(self, message: Message, descriptors: Sequence[int]) -> NoReturn:
+        """Do what is asked as a process of its own, which then ends."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._owner.close()
+        control, streams = socket.socket(fileno=descriptors[0]), descriptors[1:]
+        try:
+            if message["do"] == "exec":
+                send(control, _execute(message, control, streams, self._settings))
+            elif message["do"] == "snapshot":
+                with os.fdopen(streams[0], "wb") as out:
+                    bounds = TreeBounds(self._settings["disk"], self._settings["files"])
+                    write_tree(self._upper, out, bounds, upper=True)
+                send(control, {})
+            else:
+                os.close(self._upper)
+                _confine(self._settings)
+                send(control, _FILES[message["do"]](message, streams[0]))
+        except (OSError, DataError) as error:
+            send(control, {"error": str(error)})
+        finally:
+            os._exit(0)
+
+
+def _wake_at_ended_children() -> int:
+    """Return a descriptor that can be read when a child has ended."""
+    wake, write = os.pipe()
+    for end in (wake, write):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    return wake
+
+
+def _signal_all(number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(-1, number)
+
+
+def _memory_used() -> int:
+    """Return the bytes of memory of all processes but this one; what several share counts for each."""
+    used = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/status") as file:
+            used += sum(
+                int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem")) and name != "1"
+            )
+    return used << 10
+
+
+def _execute(message: Message, control: socket.socket, streams: Sequence[int], settings: Message) -> Message:
+    """Run a program until it ends, its time is over, or the owner closes `control`; return what became of it."""
+    _libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake = _wake_at_ended_children()
+    if message["terminal"]:
+        master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", *message["terminal"], 0, 0))
+        send(control, {}, [master])
+        os.close(master)
+        streams = [slave] * 3
+    program = os.fork()
+    if program == 0:
+        _begin(message, streams, settings)
+    for stream in set(streams):
+        os.close(stream)
+    deadline, ended = time.monotonic() + message["seconds"], ""
+    while not ended:
+        if (code := _ended(program)) is not None:
+            return {"code": code, "ended": ""}
+        left = deadline - time.monotonic()
+        ready, _, _ = select.select([control, wake], [], [], max(0.0, left))
+        if wake in ready:
+            os.read(wake, _PIECE)
+        ended = "cancelled" if control in ready else "time" if left <= 0 else ""
+    end_children()
+    return {"code": None, "ended": ended}
+
+
+def _ended(program: int) -> int | None:
+    """Return the exit code of a child, 128 and the number of the signal that ended it, or None while it runs."""
+    while (found := os.waitpid(-1, os.WNOHANG))[0] not in (0, program):
+        pass
+    if found[0] == 0:
+        return None
+    code = os.waitstatus_to_exitcode(found[1])
+    return code if code >= 0 else 128 - code
+
+
+def _begin(message: Message, streams: Sequence[int], settings: Message) -> NoReturn:
+    """Become the program, with a session of its own."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    code = NOT_STARTED
+    try:
+        os.setsid()
+        if message["terminal"]:
+            fcntl.ioctl(streams[0], termios.TIOCSCTTY, 0)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _confine(settings)
+        os.chdir(message["directory"])
+        os.execvpe(message["command"][0], message["command"], message["environment"])
+    except OSError as error:
+        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
+        what = message["directory"] if error.filename == message["directory"] else message["command"][0]
+        os.write(2, f"{what}: {error.strerror}\n".encode(errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def _confine(settings: Message) -> None:
+    """Limit this process, and what it starts, for good."""
+    for name, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, settings["processes"]),
+        (resource.RLIMIT_DATA, settings["memory"]),
+        (resource.RLIMIT_FSIZE, settings["disk"]),
+        (resource.RLIMIT_NOFILE, min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
+        resource.setrlimit(name, (most, most))
+    namespaces.drop_capabilities()
+    seccomp.refuse_dangerous()
+
+
+def _write(message: Message, stream: int) -> Message:
+    """Write what comes from a descriptor into a file, with the directories above it."""
+    os.makedirs(os.path.dirname(message["path"]), exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
+    target = os.open(message["path"], flags, message["mode"])
+    _expect_file(target, message["path"])
+    while piece := os.read(stream, _PIECE):
+        left = memoryview(piece)
+        while left:
+            left = left[os.write(target, left) :]
+    os.fchmod(target, message["mode"])
+    return {}
+
+
+def _read(message: Message, stream: int) -> Message:
+    """Write a file into a descriptor, at most as many bytes as are asked for, and one more."""
+    source, left = os.open(message["path"], os.O_RDONLY | os.O_NONBLOCK), message["most"] + 1
+    _expect_file(source, message["path"])
+    with suppress(BrokenPipeError), os.fdopen(stream, "wb", 0) as out:
+        while left > 0 and (piece := os.read(source, min(left, _PIECE))):
+            out.write(piece)
+            left -= len(piece)
+    return {}
+
+
+def _expect_file(descriptor: int, path: str) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise DataError(f"{path} is no regular file")
+
+
+_FILES: dict[str, Callable[[Message, int], Message]] = {"write": _write, "read": _read}

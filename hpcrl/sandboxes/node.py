@@ -1,0 +1,180 @@
+"""The sandboxes of a node: a bounded number, each with a key and a lease, over images that are unpacked once."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+from hpcrl.runtime.scratch import Scratch
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.sandbox import Sandbox, SandboxError, SandboxLimits
+from hpcrl.sandboxes.snapshots import SnapshotStore
+
+MOST_REQUESTS = 4
+"""Of a sandbox at a time."""
+
+
+class NodeFull(SandboxError):
+    """A node has as many sandboxes as it may."""
+
+
+class UnknownKey(SandboxError):
+    """No sandbox of a node has a key, or not any more."""
+
+
+class Busy(SandboxError):
+    """A sandbox has as many requests at a time as it may."""
+
+
+@dataclass
+class Leased:
+    """A sandbox whose client has to be heard of before `until`, as of `time.monotonic`; one in use has no end."""
+
+    sandbox: Sandbox
+    until: float
+    users: int = 0
+
+
+class NodeSandboxes:
+    """Starts and ends the sandboxes of a node; called from threads. `close` it.
+
+    Args:
+        most: sandboxes at a time.
+        lease_s: a sandbox ends where nothing was asked of it for this time.
+    """
+
+    def __init__(
+        self,
+        images: ImageStore,
+        snapshots: SnapshotStore,
+        most: int,
+        lease_s: float,
+        limits: SandboxLimits | None = None,
+    ) -> None:
+        self.most, self._lease_s, self._limits = most, lease_s, limits or SandboxLimits()
+        self._images, self._snapshots, self._scratch = images, snapshots, Scratch("sandboxes")
+        self._held, self._starting, self._closed, self._lock = dict[bytes, Leased](), 0, False, threading.Lock()
+
+    @property
+    def running(self) -> int:
+        return len(self._held) + self._starting
+
+    def start(self, name: str, *, network: bool = False, snapshot: str | None = None) -> str:
+        """Start a sandbox of an image, with the changes of a snapshot, and return its key.
+
+        Raises:
+            NodeFull: there are as many as there may be.
+            DataError: there is no such image or snapshot.
+            SandboxError: it cannot start on this node.
+        """
+        with self._lock:
+            if self._closed or self.running >= self.most:
+                raise NodeFull(
+                    f"this node has {self.running} sandboxes of at most {self.most}; ask another node, or again when one has ended"
+                )
+            self._starting += 1
+        try:
+            sandbox = self._start(name, network, snapshot)
+            key = secrets.token_urlsafe(32)
+            with self._lock:
+                self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self._lease_s)
+                closed = self._closed
+        finally:
+            with self._lock:
+                self._starting -= 1
+        if closed:
+            self.end(key)
+        return key
+
+    def _start(self, name: str, network: bool, snapshot: str | None) -> Sandbox:
+        image = self._images.find(name)
+        tree, scratch = self._images.unpack(image, self._scratch.path), self._scratch.path
+
+        def start(changes: IO[bytes] | None) -> Sandbox:
+            return Sandbox(
+                tree,
+                scratch,
+                self._limits,
+                network=network,
+                environment=image.environment,
+                directory=image.directory,
+                snapshot=changes,
+            )
+
+        if snapshot is None:
+            return start(None)
+        with self._snapshots.opened(snapshot) as changes:
+            return start(changes)
+
+    @contextmanager
+    def use(self, key: str) -> Iterator[Sandbox]:
+        """Hold a sandbox as long as the block lasts; its lease begins again at the end.
+
+        Raises:
+            UnknownKey: no sandbox has the key.
+            Busy: it has too many requests at a time.
+        """
+        with self._lock:
+            held = self._of(key)
+            if held.users >= MOST_REQUESTS:
+                raise Busy(
+                    f"this sandbox has {MOST_REQUESTS} requests at a time, its most; ask again when one has ended"
+                )
+            held.users += 1
+        try:
+            yield held.sandbox
+        finally:
+            with self._lock:
+                held.users -= 1
+                held.until = time.monotonic() + self._lease_s
+
+    def keep(self, key: str) -> str:
+        """Keep a snapshot of a sandbox; return its name."""
+        with self.use(key) as sandbox:
+            return self._snapshots.put(sandbox)
+
+    def end(self, key: str) -> None:
+        """End a sandbox. Raises UnknownKey where no sandbox has the key."""
+        with self._lock:
+            held = self._of(key)
+            del self._held[_digest(key)]
+        held.sandbox.end()
+
+    def expect(self, key: str) -> None:
+        """Raise UnknownKey where no sandbox has the key."""
+        with self._lock:
+            self._of(key)
+
+    def _of(self, key: str) -> Leased:
+        if (held := self._held.get(_digest(key))) is None:
+            raise UnknownKey("no sandbox of this node has this key, or not any more")
+        return held
+
+    def end_expired(self) -> int:
+        """End the sandboxes whose clients are gone; return how many."""
+        now = time.monotonic()
+        with self._lock:
+            gone = [digest for digest, one in self._held.items() if not one.users and one.until < now]
+            ended = [self._held.pop(digest) for digest in gone]
+        for one in ended:
+            one.sandbox.end()
+        return len(ended)
+
+    def close(self) -> None:
+        """End all sandboxes, and remove what the node has of them; no other starts."""
+        with self._lock:
+            self._closed, ended = True, list(self._held.values())
+            self._held.clear()
+        for one in ended:
+            one.sandbox.end()
+        self._scratch.remove()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,444 @@
+"""A sandbox on this node: programs of a stranger over the files of an image, in namespaces, with limits and without privileges.
+
+Its programs change nothing outside: what they write is in memory and goes with it. Files are read and written by a process inside, so that
+no link of the sandbox is followed outside.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from hpcrl.errors import DataError, HpcrlError
+from hpcrl.sandboxes import inside
+from hpcrl.sandboxes.inside import LONGEST_MESSAGE, receive, send
+
+_ROOT = str(Path(inside.__file__).parents[2])
+_START = f"import sys; sys.path.insert(0, {_ROOT!r}); from {inside.__name__} import main; main()"
+_COMMAND = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _START]
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+}
+_START_S, _TRANSFER_S, _GRACE_S = 120.0, 120.0, 2.0
+_PIECE, _MOST_PIECES = 1 << 16, 64
+_NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
+
+
+class SandboxError(HpcrlError):
+    """A sandbox cannot be started, has ended, or refuses what is asked."""
+
+    exit_code = 10
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """SandboxLimits of a sandbox, of all its programs together.
+
+    Attributes:
+        memory: bytes of their memory; above it all are killed.
+        disk: bytes of the files that they change, which are in the node's memory too.
+        files: how many files, directories and links they make.
+        processes: and threads, at a time.
+    """
+
+    memory: int = 2 << 30
+    disk: int = 2 << 30
+    files: int = 200_000
+    processes: int = 256
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a program.
+
+    Attributes:
+        code: its exit code, 128 and the number of the signal that ended it; None where it was ended.
+        ended: why it was ended: time, memory, output, cancelled, or killed by another program of the sandbox; else empty.
+    """
+
+    code: int | None
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program has written: the end of a program, with all that it wrote, or the beginning of it.
+
+    Attributes:
+        code, ended: as of `Ended`.
+        stderr: empty with a terminal, which has one stream.
+    """
+
+    code: int | None
+    ended: str
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass
+class SandboxCommand:
+    """A program that runs in a sandbox.
+
+    Attributes:
+        stdin: descriptor that its input is written to; None where it is closed.
+        streams: descriptors of its output, by name: stdout and stderr, or stdout alone where it has a terminal.
+        result: what became of it, when `output` is over.
+    """
+
+    sandbox: Sandbox
+    control: socket.socket
+    stdin: int | None
+    streams: dict[int, str]
+    deadline: float
+    begun: float = field(default_factory=time.monotonic)
+    result: Ended | None = None
+
+    def __post_init__(self) -> None:
+        for descriptor in (self.stdin, *self.streams):
+            if descriptor is not None:
+                os.set_blocking(descriptor, False)
+
+    def write(self, content: bytes) -> None:
+        """Write to its input, as fast as it reads, until its time is over; from the thread that reads its output."""
+        if self.stdin is None:
+            raise SandboxError("the input of the program is closed")
+        left = memoryview(content)
+        with suppress(BrokenPipeError), selectors.DefaultSelector() as selector:  # it may read no more
+            selector.register(self.stdin, selectors.EVENT_WRITE)
+            while left and selector.select(max(0.0, self.deadline - time.monotonic())):
+                left = left[os.write(self.stdin, left) :]
+
+    def close_input(self) -> None:
+        if self.stdin is not None:
+            os.close(self.stdin)
+        self.stdin = None
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal."""
+        for stream in self.streams:
+            fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def cancel(self) -> None:
+        """End the program and its processes."""
+        with suppress(OSError):
+            self.control.shutdown(socket.SHUT_WR)
+
+    def output(self, given: bytes | None = None) -> Iterator[tuple[str, bytes]]:
+        """Yield what it writes, with the name of the stream, until it has ended; what its background processes write later is lost.
+
+        The program is cancelled where the iterator is closed before its end.
+
+        Args:
+            given: all of its input, which is closed then; None: `write` has it.
+        """
+        left, killed = memoryview(given or b""), False
+        with selectors.DefaultSelector() as selector:
+            for stream in (*self.streams, self.control):
+                selector.register(stream, selectors.EVENT_READ)
+            if given is not None and self.stdin is not None:
+                selector.register(self.stdin, selectors.EVENT_WRITE)
+            try:
+                while self.result is None:
+                    seconds = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
+                    ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
+                    if not ready and seconds <= 0:
+                        if killed:
+                            raise SandboxError("the sandbox does not end a program; end the sandbox")
+                        self.sandbox.kill()  # its supervisor was stopped, or cannot end it
+                        killed = True
+                    if self.stdin in ready:
+                        left = self._feed(left, selector)
+                    over = self.control.fileno() in ready
+                    # what it wrote last was written before its end was reported
+                    for stream in [one for one in self.streams if one in ready or over]:
+                        yield from self._drain(stream, selector, _MOST_PIECES if over else 1)
+                    if over:
+                        self.result = Ended(None, "time") if killed else self._result()
+            finally:
+                self.close()
+
+    def _feed(self, left: memoryview, selector: selectors.BaseSelector) -> memoryview:
+        """Write to its input what fits; return what is left of it."""
+        assert self.stdin is not None
+        with suppress(BrokenPipeError):
+            if left and (left := left[os.write(self.stdin, left) :]):
+                return left
+        selector.unregister(self.stdin)
+        self.close_input()
+        return memoryview(b"")
+
+    def _drain(self, stream: int, selector: selectors.BaseSelector, most: int) -> Iterator[tuple[str, bytes]]:
+        """Yield what a stream holds, at most as many pieces."""
+        for _ in range(most):
+            try:
+                piece = os.read(stream, _PIECE)
+            except BlockingIOError:
+                return
+            except OSError:  # of a terminal that no process has open any more
+                piece = b""
+            if not piece:
+                with suppress(KeyError):
+                    selector.unregister(stream)
+                return
+            yield self.streams[stream], piece
+
+    def _result(self) -> Ended:
+        message, _ = receive(self.control)
+        if message is not None and "error" not in message:
+            return Ended(message["code"], message["ended"])
+        return Ended(None, "memory" if self.sandbox.out_of_memory(self.begun) else "killed")
+
+    def close(self) -> None:
+        self.close_input()
+        self.control.close()
+        for stream in self.streams:
+            os.close(stream)
+        self.streams = {}
+
+
+class Sandbox:
+    """A sandbox that has started; `end` it. One call at a time, but programs run beside each other.
+
+    Args:
+        image: directory of the image's files, which is not changed.
+        scratch: directory on the node for a mount point.
+        network: whether programs use the node's network, its own services included; else they have none.
+        environment, directory: of its programs, where a call names no others.
+        snapshot: an uncompressed archive of `snapshot`, with which it begins.
+
+    Raises:
+        SandboxError: this node has no such sandboxes, or the snapshot cannot be used.
+    """
+
+    def __init__(
+        self,
+        image: Path,
+        scratch: Path,
+        limits: SandboxLimits | None = None,
+        *,
+        network: bool = False,
+        environment: Mapping[str, str] | None = None,
+        directory: str = "/",
+        snapshot: IO[bytes] | None = None,
+    ) -> None:
+        if os.geteuid() == 0:
+            raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
+        self.limits = limits or SandboxLimits()
+        self._environment, self._directory = {**_ENVIRONMENT, **(environment or {})}, directory
+        self._lock, self._memory_killed = threading.Lock(), float("-inf")
+        self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
+        self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with other:
+                self._process = subprocess.Popen(
+                    _COMMAND, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=_ENVIRONMENT, start_new_session=True
+                )
+        except OSError:
+            self._owner.close()
+            self._place.rmdir()
+            raise
+        settings = {"image": str(image), "place": str(self._place), "network": network, **asdict(self.limits)}
+        reason = "its first process ended"
+        try:
+            self._send(settings, [snapshot.fileno()] if snapshot else [])
+            self._owner.settimeout(_START_S)
+            answer, _ = receive(self._owner)
+        except (OSError, SandboxError) as error:
+            answer, reason = None, f"{reason}, or takes more than {_START_S:g} s: {error}"
+        if answer is None or "error" in answer:
+            self.end()
+            raise SandboxError(f"the sandbox did not start: {(answer or {}).get('error', reason)}")
+        self._owner.settimeout(None)
+
+    def begin(
+        self,
+        command: Sequence[str],
+        seconds: float,
+        *,
+        terminal: tuple[int, int] | bool = False,
+        environment: Mapping[str, str] | None = None,
+        directory: str | None = None,
+    ) -> SandboxCommand:
+        """Start a program.
+
+        Args:
+            seconds: time after which it is ended, with its processes.
+            terminal: rows and columns; True: 24 and 80; False: pipes.
+        """
+        size = _TERMINAL if terminal is True else terminal or _NO_TERMINAL
+        texts = [*command, directory or "", *(environment or {}), *(environment or {}).values()]
+        if (
+            not command
+            or any("\0" in text for text in texts)
+            or any("=" in name or not name for name in environment or {})
+        ):
+            raise DataError("expected a command and variables without a null character or = in a name")
+        message = {
+            "do": "exec",
+            "command": list(command),
+            "seconds": seconds,
+            "terminal": size if terminal else None,
+            "environment": {**self._environment, **(environment or {})},
+            "directory": directory or self._directory,
+        }
+        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + seconds
+        if terminal:
+            with other:
+                self._send(message, [other.fileno()])
+            control.settimeout(_GRACE_S)
+            try:
+                _, (master,) = receive(control)
+            except (OSError, ValueError) as error:
+                control.close()
+                raise SandboxError(f"no terminal for the program: {error}") from error
+            control.settimeout(None)
+            return SandboxCommand(self, control, os.dup(master), {master: "stdout"}, deadline)
+        pairs = [os.pipe() for _ in range(3)]
+        theirs, own = [pairs[0][0], pairs[1][1], pairs[2][1]], [pairs[0][1], pairs[1][0], pairs[2][0]]
+        program = SandboxCommand(self, control, own[0], {own[1]: "stdout", own[2]: "stderr"}, deadline)
+        try:
+            with other:
+                self._send(message, [other.fileno(), *theirs])
+        except BaseException:
+            program.close()
+            raise
+        finally:
+            for end in theirs:
+                os.close(end)
+        return program
+
+    def run(
+        self, command: Sequence[str], seconds: float, *, most: int = 1 << 20, given: bytes = b"", **how: Any
+    ) -> Output:
+        """Run a program with an input, and return what it writes; it is ended when it writes more than `most` bytes."""
+        program, found, size = self.begin(command, seconds, **how), {"stdout": bytearray(), "stderr": bytearray()}, 0
+        for name, piece in program.output(given):
+            found[name] += piece[: most - size]
+            size = min(most, size + len(piece))
+            if size == most:
+                program.cancel()
+        assert program.result
+        result = Ended(None, "output") if size == most else program.result
+        return Output(result.code, result.ended, bytes(found["stdout"]), bytes(found["stderr"]))
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Write a file of the sandbox, with the directories above it."""
+
+        def put(stream: int) -> None:
+            with suppress(BrokenPipeError), os.fdopen(stream, "wb") as out:
+                out.write(content)
+
+        self._transfer({"do": "write", "path": _absolute(path), "mode": mode & 0o777}, put, reads=False)
+
+    def read(self, path: str, most: int = 16 << 20) -> bytes:
+        """Return the content of a file of the sandbox. Raises SandboxError where it has more than `most` bytes, or is no regular file."""
+        content = bytearray()
+
+        def take(stream: int) -> None:
+            with os.fdopen(stream, "rb") as source:
+                content.extend(source.read(most + 1))
+
+        self._transfer({"do": "read", "path": _absolute(path), "most": most}, take, reads=True)
+        if len(content) > most:
+            raise SandboxError(f"{path} has more than {most} bytes")
+        return bytes(content)
+
+    def snapshot(self, out: IO[bytes]) -> None:
+        """Write what its programs have changed, as a tar archive; they are stopped meanwhile."""
+
+        def take(stream: int) -> None:
+            with os.fdopen(stream, "rb") as source:
+                while piece := source.read(1 << 20):
+                    out.write(piece)
+
+        self._transfer({"do": "snapshot"}, take, reads=True)
+
+    def kill(self) -> None:
+        """Kill all its programs; its files stay."""
+        self._send({"do": "kill"}, [])
+
+    def out_of_memory(self, since: float) -> bool:
+        """Return whether its programs have been killed for their memory since a time, as of `time.monotonic`."""
+        with self._lock, suppress(OSError):  # there is no more, or it has ended
+            while self._owner.recv(LONGEST_MESSAGE, socket.MSG_DONTWAIT):  # it sends nothing else
+                self._memory_killed = time.monotonic()
+        return self._memory_killed >= since
+
+    def end(self) -> None:
+        """End the sandbox: its processes have ended then, and nothing of it is left."""
+        self._owner.close()  # at which its first process ends, and with it all others and what is mounted
+        try:
+            self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with suppress(FileNotFoundError):
+            self._place.rmdir()
+
+    def _transfer(self, message: Mapping[str, Any], move: Any, *, reads: bool) -> None:
+        """Ask for what moves bytes through a pipe, and let `move` have the end of it."""
+        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        reading, writing = os.pipe()
+        own, theirs = (reading, writing) if reads else (writing, reading)
+        with control, other:
+            try:
+                self._send(message, [other.fileno(), theirs])
+            except BaseException:
+                os.close(own)
+                raise
+            finally:
+                os.close(theirs)
+                other.close()
+            # a program of the sandbox may stop the process that does it
+            late = threading.Timer(_TRANSFER_S, self._kill_late)
+            late.start()
+            try:
+                move(own)
+                answer, _ = receive(control)
+            finally:
+                late.cancel()
+        if answer is None or "error" in answer:
+            raise SandboxError(
+                (answer or {}).get("error") or "a program of the sandbox, or its limits, ended the transfer"
+            )
+
+    def _kill_late(self) -> None:
+        with suppress(SandboxError):  # it has ended meanwhile
+            self.kill()
+
+    def _send(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        if len(json.dumps(message)) > LONGEST_MESSAGE:
+            raise SandboxError(
+                f"a command and its environment have at most {LONGEST_MESSAGE} bytes; write a file instead"
+            )
+        if self._owner.fileno() < 0 or self._process.poll() is not None:
+            raise SandboxError("the sandbox has ended")
+        with self._lock:
+            try:
+                send(self._owner, message, descriptors)
+            except OSError as error:
+                raise SandboxError("the sandbox has ended") from error
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/") or "\0" in path:
+        raise DataError(f"expected an absolute path of the sandbox, found {path!r:.200}")
+    return path

@@ -1,0 +1,246 @@
+"""The server of a node's sandboxes, over HTTP.
+
+    POST /start     {image, network?, snapshot?}                     -> {key}; 503 where the node is full
+    GET  /health                                                     -> {running, most}
+    POST /exec      {command, seconds, input?, terminal?, environment?, directory?} -> lines {stdout} or {stderr}, the last {code, ended}
+    POST /write     {path, content, mode?}    POST /read {path}      -> {}, {content}
+    POST /snapshot  {}                        POST /renew, /end {}   -> {snapshot}, {}, {}
+
+The first two need the token of the server, the others the key of a sandbox, which is of one sample. Contents are in base64. What a request
+lacks is answered with 400 and a reason. A program ends when its client closes the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from hpcrl.errors import HpcrlError
+from hpcrl.runtime.http_server import (
+    ADMITTED,
+    JSON,
+    REFUSED,
+    BadRequest,
+    Receive,
+    Refused,
+    Scope,
+    Send,
+    headers_of,
+    json_body,
+    parse_json,
+    read_body,
+    send_body,
+    serve,
+)
+from hpcrl.runtime.token import authorized
+from hpcrl.sandboxes.node import MOST_REQUESTS, Busy, NodeFull, NodeSandboxes, UnknownKey
+from hpcrl.sandboxes.sandbox import SandboxCommand
+
+R = TypeVar("R")
+
+MOST_SECONDS = 24 * 3600.0
+_LOOK_S = 1.0
+_BEARER = "Bearer "
+_NETWORK, _TEXTS = (bool, False), (list, None)
+_EXEC = {
+    "command": _TEXTS,
+    "seconds": (float, None),
+    "input": (str, ""),
+    "terminal": (bool, False),
+    "environment": (dict, {}),
+    "directory": (str, ""),
+}
+_STATUS = {UnknownKey: 401, Busy: 429, NodeFull: 503}
+Body = Mapping[str, Any]
+Fields = Mapping[str, tuple[type, Any]]
+
+
+class SandboxServer:
+    """ASGI application: the sandboxes of a node.
+
+    Args:
+        token: what starts sandboxes.
+    """
+
+    def __init__(self, node: NodeSandboxes, token: str) -> None:
+        self._node, self._token = node, token
+        self._threads = ThreadPoolExecutor(MOST_REQUESTS * node.most + 4, "sandboxes")  # a program waits in one
+        self._of_key: dict[str, tuple[Fields, Callable[[str, Body], dict[str, Any]]]] = {
+            "/write": ({"path": (str, None), "content": (str, None), "mode": (int, 0o644)}, self._write),
+            "/read": ({"path": (str, None)}, self._read),
+            "/snapshot": ({}, lambda key, _: {"snapshot": node.keep(key)}),
+            "/renew": ({}, self._renew),
+            "/end": ({}, self._end),
+        }
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def end_expired(self) -> None:
+        """End sandboxes whose clients are gone, for ever."""
+        while True:
+            await self._in_thread(self._node.end_expired)
+            await asyncio.sleep(_LOOK_S)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", scope["type"]
+        headers = REFUSED
+        try:
+            shown = headers_of(scope).get("authorization", "")
+            master = authorized(shown, self._token)
+            key = shown.removeprefix(_BEARER)
+            if not master:
+                self._node.expect(key)
+            scope[ADMITTED], headers = True, JSON
+            content = await read_body(receive)
+            status, answer = 200, await self._answer(scope, content, key, master, receive, send)
+        except Refused as refusal:
+            status, answer = refusal.status, {"error": str(refusal)}
+        except tuple(_STATUS) as error:
+            status, answer = _STATUS[type(error)], {"error": str(error)}
+        except (HpcrlError, BadRequest) as error:
+            status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
+        if answer is not None:
+            await send_body(send, status, json_body(answer), headers)
+
+    async def _answer(
+        self, scope: Scope, content: bytes, key: str, master: bool, receive: Receive, send: Send
+    ) -> dict[str, Any] | None:
+        """Return the answer to a request; None where it was streamed."""
+        path = scope["path"]
+        if (scope["method"], path, master) == ("GET", "/health", True):
+            return {"running": self._node.running, "most": self._node.most}
+        if scope["method"] == "POST" and master and path == "/start":
+            fields = {"image": (str, None), "network": _NETWORK, "snapshot": (str, "")}
+            asked = _fields(content, fields)
+            snapshot = asked["snapshot"] or None
+            return {
+                "key": await self._in_thread(
+                    lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot)
+                )
+            }
+        if scope["method"] == "POST" and not master and path == "/exec":
+            await self._execute(key, _fields(content, _EXEC), receive, send)
+            return None
+        if scope["method"] == "POST" and not master and path in self._of_key:
+            fields, act = self._of_key[path]
+            asked = _fields(content, fields)
+            return await self._in_thread(lambda: act(key, asked))
+        known = "GET /health, POST /start" if master else f"POST /exec, {', '.join(self._of_key)}"
+        raise Refused(404, f"expected {known}")
+
+    async def _execute(self, key: str, asked: Body, receive: Receive, send: Send) -> None:
+        given = base64_of(asked["input"])
+        if not asked["command"] or not all(isinstance(one, str) for one in asked["command"]):
+            raise BadRequest("command: expected a list of texts")
+        if not all(isinstance(one, str) for one in asked["environment"].values()):
+            raise BadRequest("environment: expected texts")
+        if not 0 < asked["seconds"] <= MOST_SECONDS:
+            raise BadRequest(f"seconds: expected more than 0, and at most {MOST_SECONDS:g}")
+        with self._node.use(key) as sandbox:
+            program = await self._in_thread(
+                lambda: sandbox.begin(
+                    asked["command"],
+                    asked["seconds"],
+                    terminal=asked["terminal"],
+                    environment=asked["environment"],
+                    directory=asked["directory"] or None,
+                )
+            )
+            await self._stream(program, given, receive, send)
+
+    async def _stream(self, program: SandboxCommand, given: bytes, receive: Receive, send: Send) -> None:
+        """Send what a program writes, line by line, as fast as the client reads; the program ends where the client is gone."""
+        loop = asyncio.get_running_loop()
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
+        )
+
+        async def line(message: Body) -> None:
+            await send({"type": "http.response.body", "body": json_body(message) + b"\n", "more_body": True})
+
+        def pump() -> None:
+            for name, piece in program.output(given):
+                asyncio.run_coroutine_threadsafe(line({name: base64.b64encode(piece).decode()}), loop).result()
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            program.cancel()
+
+        gone = asyncio.create_task(until_gone())
+        try:
+            await self._in_thread(pump)
+            await line(asdict(program.result) if program.result else {})
+        except HpcrlError as error:
+            await line({"error": str(error)})
+        finally:
+            gone.cancel()
+        await send({"type": "http.response.body", "body": b""})
+
+    def _write(self, key: str, asked: Body) -> dict[str, Any]:
+        content = base64_of(asked["content"])
+        with self._node.use(key) as sandbox:
+            sandbox.write(asked["path"], content, asked["mode"])
+        return {}
+
+    def _read(self, key: str, asked: Body) -> dict[str, Any]:
+        with self._node.use(key) as sandbox:
+            return {"content": base64.b64encode(sandbox.read(asked["path"])).decode()}
+
+    def _renew(self, key: str, _: Body) -> dict[str, Any]:
+        with self._node.use(key):
+            return {}
+
+    def _end(self, key: str, _: Body) -> dict[str, Any]:
+        self._node.end(key)
+        return {}
+
+    async def _in_thread(self, act: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+
+
+async def serve_sandboxes(node: NodeSandboxes, token: str, listener: socket.socket, until: Awaitable[object]) -> None:
+    """Serve the sandboxes of a node until `until` is done; then end them."""
+    app = SandboxServer(node, token)
+    tasks = [asyncio.ensure_future(until), asyncio.create_task(app.end_expired())]
+
+    async def first() -> None:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    try:
+        await serve(app, listener, first())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.to_thread(node.close)
+        app.close()
+
+
+def base64_of(text: str) -> bytes:
+    """Return the bytes of a text in base64. Raises BadRequest where it is none."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest(f"expected base64: {error}") from error
+
+
+def _fields(content: bytes, known: Fields) -> dict[str, Any]:
+    """Return the fields of a request. A default of None makes a field required."""
+    body = parse_json(content or b"{}")
+    if not isinstance(body, dict) or not set(body) <= set(known):
+        raise BadRequest(f"expected an object with {', '.join(known) or 'no fields'}, found {str(body)!r:.100}")
+    for name, (kind, default) in known.items():
+        value = body.setdefault(name, default)
+        numbers = (int, float) if kind is float else kind
+        if not isinstance(value, numbers) or (isinstance(value, bool) and kind is not bool):
+            raise BadRequest(f"{name}: expected {kind.__name__}, found {value!r:.100}")
+    return body

@@ -1,0 +1,91 @@
+"""What tests of sandboxes share: a small image of this machine's own programs, and an ordinary user where the tests are root's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from hpcrl.sandboxes import sandbox
+
+PATIENCE_S = 60.0  # other tests have the cores
+_USER = 54321
+_READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: the interpreter of the tests may be in root's home
+_PROGRAMS = ("sh", "cat", "ls", "sleep", "ln", "rm", "mkdir", "mkfifo", "env", "tty", "stty", "chown", "tar")
+_MODULES = "ctypes, encodings.ascii, encodings.idna, encodings.latin_1, errno, fcntl, io, json, mmap, os, resource, select, signal, site, socket, stat, struct, subprocess, sys, termios, threading, time"
+
+
+@contextmanager
+def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process, and those that it starts, be an ordinary user's. Skips where the kernel lets none make namespaces."""
+    groups = os.getgroups()
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(_USER, _USER, 0)
+        os.setresuid(_USER, _USER, 0)
+        libc = ctypes.CDLL(None, use_errno=True)
+        kept = (ctypes.c_uint32 * 6)()
+        header = ctypes.byref((ctypes.c_uint32 * 2)(0x20080522, 0))
+        libc.capget(header, ctypes.byref(kept))
+        kept[0] = _READ_ALL
+        assert libc.capset(header, ctypes.byref(kept)) == 0
+        reached = ["sh", "-c", 'exec "$0" -c ""', sys.executable]  # without the capability of this process
+        if subprocess.run(reached, capture_output=True, check=False).returncode != 0:
+            other = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+            if other is None:
+                pytest.skip("ordinary users have no Python here")
+            patch.setattr(sandbox, "_COMMAND", [other, *sandbox._COMMAND[1:]])
+    try:
+        if subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode != 0:
+            pytest.skip("ordinary users make no user namespaces here")
+        yield
+    finally:
+        if os.getresuid()[2] == 0:
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+            os.setgroups(groups)
+
+
+def make_rootfs(path: Path) -> Path:
+    """Make a directory of an image with some programs of this machine, a small Python among them, and their libraries."""
+    for name in ("bin", "dev", "proc", "tmp", "etc"):
+        (path / name).mkdir(parents=True)
+    (path / "etc" / "release").write_text("tiny\n")
+    files = {f"/bin/{name}": os.path.realpath(_found(name)) for name in _PROGRAMS}
+    python = os.path.realpath(_found("python3"))
+    listing = (
+        f"import {_MODULES}; [print(m.__file__) for m in list(sys.modules.values()) if getattr(m, '__file__', None)]"
+    )
+    listed = subprocess.run([python, "-I", "-S", "-c", listing], capture_output=True, text=True, check=True).stdout
+    files |= {name: name for name in [python, *listed.splitlines()]}
+    binaries = [name for name in files.values() if not name.endswith(".py")]
+    needed = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
+    files |= {name: name for name in re.findall(r"(/\S+)\s+\(0x", needed)}
+    for target, source in files.items():
+        place = path / target.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, place)
+    (path / "bin" / "python3").symlink_to(python)
+    return path
+
+
+def count_processes(word: str) -> int:
+    """Return how many processes have a word in their command line; owners of sandboxes, which read their input, do not count."""
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            line = path.read_bytes()
+            found += word.encode() in line and b"sys.stdin" not in line
+    return found
+
+
+def _found(program: str) -> str:
+    return shutil.which(program, path="/usr/bin:/bin") or pytest.skip(f"no {program} here")

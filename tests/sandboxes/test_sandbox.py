@@ -1,0 +1,213 @@
+"""One sandbox: programs, terminals, files, snapshots, and what is left of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import DamagedError, DataError
+from hpcrl.sandboxes import sandbox as module
+from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
+from hpcrl.sandboxes.snapshots import SnapshotStore
+from tests.envs.sandbox.material import without_namespaces
+from tests.paths import ROOT
+from tests.sandboxes.material import PATIENCE_S, count_processes
+
+Start = Callable[..., Sandbox]
+
+
+def shell(sandbox: Sandbox, text: str, seconds: float = PATIENCE_S) -> Output:
+    return sandbox.run(["sh", "-c", text], seconds)
+
+
+def test_a_program_runs_as_root_of_its_own_files(start: Start, image: Path) -> None:
+    one = start(environment={"FROM": "image"}, directory="/tmp")
+    ran = one.run(
+        ["sh", "-c", 'cat; echo "$FROM $MORE $PWD $$"; id=1; echo mine > /etc/release; echo no >&2; exit 3'],
+        PATIENCE_S,
+        environment={"MORE": "call"},
+    )
+    assert (ran.code, ran.ended, ran.stderr) == (3, "", b"no\n")
+    assert ran.stdout.startswith(b"image call /tmp ")
+    assert one.run(["cat", "release"], PATIENCE_S, directory="/etc").stdout == b"mine\n"
+    assert (image / "etc" / "release").read_text() == "tiny\n"
+    assert start().run(["cat", "/etc/release"], PATIENCE_S).stdout == b"tiny\n", "another sandbox has its own"
+    assert shell(one, "kill -9 $$").code == 128 + 9
+    missing = one.run(["nothing"], PATIENCE_S)
+    assert (missing.code, missing.stderr) == (127, b"nothing: No such file or directory\n")
+
+
+def test_output_is_streamed_and_input_is_read(start: Start) -> None:
+    program = start().begin(["sh", "-c", "read a; echo got $a; read b; echo got $b >&2"], PATIENCE_S)
+    output = program.output()
+    program.write(b"one\n")
+    assert next(output) == ("stdout", b"got one\n")
+    program.write(b"two\n")
+    assert list(output) == [("stderr", b"got two\n")]
+    assert program.result == module.Ended(0)
+
+
+def test_a_terminal(start: Start) -> None:
+    program = start().begin(["sh", "-c", "tty; stty size; read a; stty size; echo $a"], PATIENCE_S, terminal=(30, 90))
+    seen = b""
+    for _, piece in program.output():
+        seen += piece
+        if seen.endswith(b"30 90\r\n"):
+            program.resize(31, 91)
+            program.write(b"x\n")
+    assert program.result == module.Ended(0)
+    assert seen == b"/dev/pts/0\r\n30 90\r\nx\r\n31 91\r\nx\r\n"
+
+
+def test_a_program_over_its_time_ends_with_all_that_it_started(start: Start) -> None:
+    one = start()
+    assert shell(one, "sleep 600 & echo begun").stdout == b"begun\n", "one in the background goes on"
+    late = shell(one, "sh -c 'sleep 601 & sleep 602' & sleep 603", 0.5)
+    assert (late.code, late.ended) == (None, "time")
+    running = shell(one, "cat /proc/[0-9]*/cmdline").stdout
+    assert b"600" in running
+    assert not any(each in running for each in (b"601", b"602", b"603"))
+
+
+def test_a_cancelled_program_and_one_that_writes_too_much(start: Start) -> None:
+    one = start()
+    program = one.begin(["sleep", "600"], PATIENCE_S)
+    program.cancel()
+    assert list(program.output()) == []
+    assert program.result == module.Ended(None, "cancelled")
+    much = one.run(["sh", "-c", "while :; do echo yyyyyyyyyyyyyyyy; done"], PATIENCE_S, most=1000)
+    assert (much.ended, len(much.stdout)) == ("output", 1000)
+
+
+def test_files_are_written_and_read(start: Start) -> None:
+    one, content = start(), bytes(range(256)) * 1000
+    one.write("/new/directory/file", content, 0o755)
+    assert one.read("/new/directory/file") == content
+    assert shell(one, "ls -l /new/directory").stdout.split()[2:3] == [b"-rwxr-xr-x"]
+    with pytest.raises(SandboxError, match="more than 10 bytes"):
+        one.read("/new/directory/file", most=10)
+    for path, said in (("/nothing", "No such file"), ("/etc", "no regular file"), ("/dev/zero", "no regular file")):
+        with pytest.raises(SandboxError, match=said):
+            one.read(path)
+    with pytest.raises(DataError, match="absolute path"):
+        one.read("etc/release")
+    with pytest.raises(SandboxError, match="write a file instead"):
+        one.run(["x" * 200_000], 1.0)
+
+
+CHANGES = """
+rm /etc/release; mkdir /etc/new; rm -r /bin/tar; mkdir -p /a/b; echo one > /a/b/file; ln /a/b/file /a/hard; ln -s /a/b/file /a/soft
+ln -s ../../../../etc /a/up; mkfifo /a/queue; rm -r /tmp; mkdir /tmp; echo secret > /a/closed; python3 -I -S -c 'import os; os.chmod("/a/closed", 0)'
+"""
+
+
+def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
+    store, one = SnapshotStore(user / "snapshots"), start()
+    assert shell(one, CHANGES).stderr == b""
+    digest = store.put(one)
+    assert store.put(one) == digest
+    assert shell(one, "echo on").stdout == b"on\n", "programs go on after it"
+    one.end()
+    with store.opened(digest) as snapshot:
+        other = start(snapshot=snapshot)
+    found = shell(other, "ls /etc /tmp /bin/tar; cat /a/hard /a/soft /a/up/release; ls -l /a")
+    assert b"cannot access '/bin/tar'" in found.stderr
+    assert b"/a/up/release: No such file" in found.stderr
+    assert found.stdout.startswith(b"/etc:\nnew\n\n/tmp:\none\none\n")
+    for line in (b"---------- 1", b"prw-r--r-- 1", b"-rw-r--r-- 2"):
+        assert line in found.stdout
+    assert store.put(other) == digest, "the same changes have the same name"
+    (kept,) = (user / "snapshots").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-9] + b"x" * 9)
+    with pytest.raises((DamagedError, DataError)), store.opened(digest):
+        pass
+    with pytest.raises(DataError, match="no snapshot"), store.opened("../x"):
+        pass
+
+
+def test_a_snapshot_has_bounds(start: Start, user: Path) -> None:
+    one = start(SandboxLimits(disk=1 << 20))
+    sparse = "import os\nfor n in range(4):\n    with open(f'/s{n}', 'w') as f: f.truncate(1 << 20)"
+    assert one.run(["python3", "-I", "-S", "-c", sparse], PATIENCE_S).stderr == b""
+    with pytest.raises(SandboxError, match="more than 1048576 bytes"):
+        SnapshotStore(user / "bounded").put(one)
+    assert not list((user / "bounded").iterdir())
+
+
+def test_no_network_but_its_own(start: Start) -> None:
+    code = """
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(server.getsockname())
+try: socket.create_connection(("198.51.100.1", 80))
+except OSError as error: print(error.strerror)
+"""
+    assert start().run(["python3", "-I", "-S", "-c", code], PATIENCE_S).stdout == (b"Network is unreachable\n")
+    interfaces = shell(start(network=True), "cat /proc/net/dev").stdout
+    own = Path("/proc/net/dev").read_bytes()
+    assert interfaces.count(b":") == own.count(b":")
+    assert shell(start(), "cat /proc/net/dev").stdout.count(b":") == 1
+
+
+OWNER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from hpcrl.sandboxes.sandbox import Sandbox
+one = Sandbox(Path(sys.argv[2]), Path(sys.argv[3]))
+program = one.begin(["sh", "-c", "sleep 987.25 & echo begun; sleep 987.25"], 600.0)
+output = program.output()  # the program ends with it
+print(next(output)[1].decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_sandbox_ends_with_its_owner_also_one_that_is_killed(image: Path, user: Path) -> None:
+    place = user / "owner"
+    place.mkdir()
+    command = [module._COMMAND[0], "-S", "-c", OWNER, str(ROOT), str(image), str(place)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "begun\n"
+    assert count_processes("987.25")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + PATIENCE_S
+    while count_processes("987.25"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert str(place) not in Path("/proc/self/mountinfo").read_text()
+    (left,) = place.iterdir()  # an empty directory, which goes with the scratch directory of the owner
+    left.rmdir()
+    place.rmdir()
+
+
+def test_an_end_is_final(start: Start) -> None:
+    one = start()
+    program = one.begin(["sleep", "986.25"], 600.0)
+    one.end()
+    assert count_processes("986.25") == 0
+    assert list(program.output()) == []
+    assert program.result == module.Ended(None, "killed")
+    with pytest.raises(SandboxError, match="has ended"):
+        one.run(["true"], 1.0)
+
+
+def test_a_node_without_user_namespaces_says_so(image: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMMAND", [*without_namespaces(), *module._COMMAND])
+    with pytest.raises(SandboxError, match=r"did not start: .*unshare"):
+        Sandbox(image, scratch)
+
+
+def test_a_node_that_runs_out_of_memory_files(start: Start) -> None:
+    one = start(SandboxLimits(disk=1 << 20, files=200))
+    full = one.run(["python3", "-I", "-S", "-c", "open('/x', 'wb').write(bytes(2 << 20))"], PATIENCE_S)
+    assert b"Errno 28" in full.stderr or b"Errno 27" in full.stderr
+    with pytest.raises(SandboxError, match="No space left"):
+        one.write("/y", bytes(1 << 20))
+    assert shell(one, "rm /x /y; echo room").stdout == b"room\n"

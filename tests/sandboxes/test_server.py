@@ -1,0 +1,265 @@
+"""The server of a node's sandboxes, over HTTP: keys, bounds, leases, clients that are gone, and what a killed one leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hpcrl.runtime.http_server import bind
+from hpcrl.runtime.scratch import remove_abandoned
+from hpcrl.sandboxes import sandbox as module
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.node import MOST_REQUESTS, NodeSandboxes
+from hpcrl.sandboxes.sandbox import SandboxLimits
+from hpcrl.sandboxes.server import serve_sandboxes
+from hpcrl.sandboxes.snapshots import SnapshotStore
+from tests.paths import ROOT
+from tests.sandboxes.material import PATIENCE_S, count_processes
+
+TOKEN = "s3cret"
+
+
+class Client:
+    """Asks a server with one key."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._headers = url, {"authorization": f"Bearer {key}"}
+
+    def ask(self, path: str, method: str = "POST", /, **body: Any) -> httpx.Response:
+        content = json.dumps(body).encode() if method == "POST" else b""
+        return httpx.request(method, self._url + path, content=content, headers=self._headers, timeout=PATIENCE_S)
+
+    def start(self, **body: Any) -> Client:
+        answer = self.ask("/start", image="tiny", **body)
+        assert answer.status_code == 200, answer.text
+        return Client(self._url, answer.json()["key"])
+
+    def run(self, text: str, seconds: float = PATIENCE_S, **more: Any) -> tuple[dict[str, Any], str]:
+        """Run a shell's command; return how it ended, and what it wrote."""
+        *pieces, last = self.ask("/exec", command=["sh", "-c", text], seconds=seconds, **more).text.splitlines()
+        contents = [base64.b64decode(content) for piece in pieces for content in json.loads(piece).values()]
+        return json.loads(last), b"".join(contents).decode()
+
+    def stream(self, text: str, seconds: float = 600.0) -> Any:
+        body = json.dumps({"command": ["sh", "-c", text], "seconds": seconds})
+        return httpx.stream("POST", f"{self._url}/exec", content=body, headers=self._headers, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def store(image: Path, user: Path) -> ImageStore:
+    store = ImageStore(user / "runs")
+    store.add("tiny", image, temporary=user)
+    return store
+
+
+@pytest.fixture
+def serving(store: ImageStore, user: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    temporary = user / "temporary"
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    @contextmanager
+    def one(most: int = 2, lease_s: float = 600.0, **limits: int) -> Iterator[Client]:
+        node = NodeSandboxes(store, SnapshotStore(user / "snapshots"), most, lease_s, SandboxLimits(**limits))
+        listener, stop, errors = bind("127.0.0.1"), threading.Event(), list[BaseException]()
+
+        async def until() -> None:
+            while not stop.is_set():
+                await asyncio.sleep(0.02)
+
+        def serve() -> None:
+            try:
+                asyncio.run(serve_sandboxes(node, TOKEN, listener, until()))
+            except BaseException as error:  # noqa: BLE001  the test looks at it
+                errors.append(error)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield Client("http://{}:{}".format(*listener.getsockname()[:2]), TOKEN)
+        finally:
+            stop.set()
+            thread.join(PATIENCE_S)
+        assert errors == []
+        assert not list(temporary.iterdir()), "it has left something"
+
+    return one
+
+
+def test_a_sandbox_from_its_start_to_its_end(serving: Callable[..., Any]) -> None:
+    with serving() as node:
+        one = node.start()
+        assert node.ask("/health", "GET").json() == {"running": 1, "most": 2}
+        assert one.ask("/write", path="/a/file", content=base64.b64encode(b"content").decode()).status_code == 200
+        ended, text = one.run(
+            "cat /a/file; cat; tty >&2; exit 5", input=base64.b64encode(b" given\n" * 30_000).decode()
+        )
+        assert ended == {"code": 5, "ended": ""}
+        assert text.replace(" given\n", "") in ("contentnot a tty\n", "not a tty\ncontent")
+        assert text.count(" given\n") == 30_000
+        assert one.run("tty", terminal=True) == ({"code": 0, "ended": ""}, "/dev/pts/0\r\n")
+        assert one.run("sleep 600", 0.2)[0] == {"code": None, "ended": "time"}
+        assert one.run('echo "$A $PWD"', environment={"A": "b"}, directory="/etc")[1] == "b /etc\n"
+        assert base64.b64decode(one.ask("/read", path="/a/file").json()["content"]) == b"content"
+        snapshot = one.ask("/snapshot").json()["snapshot"]
+        assert one.ask("/end").json() == {}
+        assert one.ask("/renew").status_code == 401
+        assert node.start(snapshot=snapshot).run("cat /a/file")[1] == "content"
+
+
+def test_a_key_is_for_its_sandbox_alone(serving: Callable[..., Any]) -> None:
+    with serving() as node:
+        one, other = node.start(), node.start()
+        one.run("echo one > /mine")
+        assert other.run("cat /mine")[0]["code"] == 1
+        nobody = Client(node._url, "guess")
+        for client, path in ((nobody, "/start"), (nobody, "/exec"), (nobody, "/end")):
+            assert client.ask(path, image="tiny").status_code == 401
+        assert one.ask("/start", image="tiny").status_code == 404
+        assert one.ask("/health", "GET").status_code == 404
+        for path in ("/exec", "/read", "/end"):
+            assert node.ask(path, path="/etc/release").status_code == 404
+        assert node.ask("/health", "GET").json()["running"] == 2
+
+
+def test_a_full_node_says_what_to_do(serving: Callable[..., Any]) -> None:
+    with serving(most=1) as node:
+        one = node.start()
+        full = node.ask("/start", image="tiny")
+        assert full.status_code == 503
+        assert (
+            full.json()["error"]
+            == "this node has 1 sandboxes of at most 1; ask another node, or again when one has ended"
+        )
+        one.ask("/end")
+        one = node.start()
+        streams = [one.stream("echo begun; sleep 600") for _ in range(MOST_REQUESTS)]
+        lines = [stream.__enter__().iter_lines() for stream in streams]
+        assert all(map(next, lines))
+        busy = one.ask("/read", path="/etc/release")
+        assert (busy.status_code, "at a time" in busy.text) == (429, True)
+        for stream in streams:
+            stream.__exit__(None, None, None)
+
+
+def test_a_sandbox_whose_client_is_gone_ends(serving: Callable[..., Any]) -> None:
+    with serving(lease_s=1.0) as node:
+        gone, running = node.start(), node.start()
+        with running.stream("echo begun; sleep 600") as answer:
+            lines = answer.iter_lines()  # httpx closes the connection with it
+            assert next(lines)
+            eventually(lambda: node.ask("/health", "GET").json()["running"] == 1)
+            assert gone.ask("/renew").status_code == 401
+            assert running.ask("/renew").status_code == 200, "one with a program at work goes on"
+        eventually(lambda: node.ask("/health", "GET").json()["running"] == 0)  # first its program, then the lease
+
+
+def test_a_program_ends_with_its_client(serving: Callable[..., Any]) -> None:
+    with serving() as node:
+        one = node.start()
+        with one.stream("sleep 985.25 & echo begun; while :; do echo more; done") as answer:
+            assert next(answer.iter_lines())
+        eventually(lambda: "985.25" not in one.run("for p in /proc/[0-9]*; do ls -l $p/exe; cat $p/cmdline; done")[1])
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+LACKING = [
+    ("/exec", {}, "command: expected list"),
+    ("/exec", {"command": [], "seconds": 1}, "list of texts"),
+    ("/exec", {"command": ["sh", 1], "seconds": 1}, "list of texts"),
+    ("/exec", {"command": ["sh"], "seconds": 0}, "seconds: expected more than 0"),
+    ("/exec", {"command": ["sh"], "seconds": True}, "seconds: expected float"),
+    ("/exec", {"command": ["sh"], "seconds": 1, "input": "%"}, "base64"),
+    ("/exec", {"command": ["sh"], "seconds": 1, "environment": {"A": 1}}, "environment: expected texts"),
+    ("/exec", {"command": ["sh\0"], "seconds": 1}, "null character"),
+    ("/exec", {"command": ["sh"], "seconds": 1, "environment": {"A=B": "c"}}, "null character or ="),
+    ("/exec", {"command": ["x" * 200_000], "seconds": 1}, "write a file instead"),
+    ("/exec", {"command": ["sh"], "seconds": 1, "more": 1}, "expected an object with command"),
+    ("/write", {"path": "relative", "content": ""}, "absolute path"),
+    ("/write", {"path": "/a\0", "content": ""}, "absolute path"),
+    ("/write", {"path": "/x", "content": "", "mode": "7"}, "mode: expected int"),
+    ("/read", {"path": "/nothing"}, "No such file"),
+    ("/end", {"more": 1}, "expected an object with no fields"),
+]
+
+
+def test_requests_that_lack_something(serving: Callable[..., Any]) -> None:
+    with serving() as node:
+        one = node.start()
+        for path, body, said in LACKING:
+            answer = one.ask(path, **body)
+            assert (answer.status_code, said in answer.json()["error"]) == (400, True), (path, body, answer.text)
+        assert one.run("echo on")[1] == "on\n"
+
+
+def test_what_does_not_start(serving: Callable[..., Any]) -> None:
+    with serving(most=1) as node:
+        for body, said in (
+            ({"image": "other"}, "no image 'other'"),
+            ({"image": "tiny", "snapshot": "0" * 64}, "no snapshot"),
+            ({}, "image: expected str"),
+        ):
+            answer = node.ask("/start", **body)
+            assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
+        assert node.start().run("echo on")[1] == "on\n", "what did not start has no place"
+
+
+KILLED = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.node import NodeSandboxes
+from hpcrl.sandboxes.snapshots import SnapshotStore
+place = Path(sys.argv[3])
+node = NodeSandboxes(ImageStore(place / "runs"), SnapshotStore(place / "snapshots"), 2, 600.0)
+with node.use(node.start("tiny")) as one:
+    program = one.begin(["sh", "-c", "echo begun; sleep 984.25"], 600.0)
+    output = program.output()  # the program ends with it
+    print(next(output), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("store")
+def test_a_killed_server_leaves_what_the_next_one_removes(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = module._COMMAND[0]
+    version = subprocess.run(
+        [python, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True, check=True
+    )
+    if version.stdout.split() != [str(part) for part in sys.version_info[:2]]:
+        pytest.skip("the Python of ordinary users cannot import these packages")
+    temporary = user / "killed"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    command = [python, "-c", KILLED, str(ROOT), str(Path(httpx.__file__).parents[1]), str(user)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert "begun" in process.stdout.readline()
+    assert count_processes("984.25")
+    (left,) = temporary.iterdir()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    eventually(lambda: count_processes("984.25") == 0)
+    assert remove_abandoned() == [left]
+    assert not list(temporary.iterdir())
