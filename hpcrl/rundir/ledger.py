@@ -54,14 +54,18 @@ class Attempt:
         """Its nodes and sizes, for people; empty where the configuration has no ranges."""
         if not self.sizes:
             return ""
-        sizes = ", ".join(f"{path.rpartition('.')[2]} {size}" for path, size in self.sizes.items())
         idle, why = f"; idle: {', '.join(self.idle)}" if self.idle else "", f"; {self.why}" if self.why else ""
-        return f"{len(self.hosts)} node(s): {sizes}{idle}{why}"
+        return f"{len(self.hosts)} node(s): {describe_sizes(self.sizes)}{idle}{why}"
 
     @property
     def job_id(self) -> str:
         """The job of which this is a start."""
         return job_of(self.job)
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of a layout for people: policy_num_nodes 1, num_engines 3."""
+    return ", ".join(f"{path.rpartition('.')[2]} {size}" for path, size in sizes.items())
 
 
 def job_of(start: str) -> str:

@@ -263,6 +263,23 @@ def json_of(path: Path, *settings: str) -> tuple[dict[str, Any], list[str]]:
     return json.loads(json.dumps(plan.to_json())), list(plan_lines(plan))
 
 
+@pytest.mark.parametrize("command", [["plan"], ["submit", "--dry-run", "--seeds", "1,2"]], ids=["plan", "a sweep"])
+def test_a_request_for_nodes_without_a_layout_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """The jobs would be refused by nobody else before `hpcrl submit` makes them."""
+    settings = [str(QUICKSTART), f"slurm.root={tmp_path}", "trainer.placement.policy_num_nodes=1-4"]
+    requests = ["slurm.requests.small={nodes=2}", "slurm.requests.large={nodes=9}"]
+    assert main([*command, *settings, *requests]) == DataError.exit_code
+    assert (
+        "slurm.requests.large.nodes: expected nodes for which the run has a layout (2, 3, 5)" in capsys.readouterr().err
+    )
+    assert main([*command, *settings, requests[0]]) == 0
+    printed = capsys.readouterr().out
+    assert "sbatch --nodes" not in printed
+    assert "request small: partition of the cluster, 2 nodes, 60 minutes" in printed
+
+
 def test_json_has_the_numbers_of_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     on_four = ["trainer.placement.policy_num_gpus_per_node=4", "slurm.mem_gb=8", 'data.train_data=["nowhere.jsonl"]']
     assert main(["plan", str(QUICKSTART), *on_four, "--json"]) == 0

@@ -20,12 +20,11 @@ from hpcrl.launch.layouts import AttemptLayout, layouts_for
 from hpcrl.launch.requeue.growth import Growth, grew_lately
 from hpcrl.launch.requeue.requests import recorded_requests
 from hpcrl.launch.requeue.restart import AttemptMeasures, better_layout, measure_attempt
-from hpcrl.launch.requeue.roles import described
 from hpcrl.launch.requeue.room import others_wait, seconds_left, starts_at_once
 from hpcrl.launch.scheduler import queue
 from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Attempt
+from hpcrl.rundir.ledger import Attempt, describe_sizes
 from hpcrl.runtime.signals import ask_to_stop, stop_asked
 
 _LOOK_S = 30.0
@@ -97,7 +96,7 @@ class GrowthWatch:
         gained_s = measures.gained_by(choice.step_s, left_s) if choice and choice.step_s is not None else None
         if choice is None or gained_s is None:
             return None
-        return Growth(measures.nodes, gained_s), described(choice.layout.sizes)
+        return Growth(measures.nodes, gained_s), describe_sizes(choice.layout.sizes)
 
     def _larger(self) -> list[int]:
         """Return the nodes of larger layouts that the job of the attempt asks for, the fewest first."""

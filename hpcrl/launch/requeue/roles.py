@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hpcrl.config.sizes import NUM_ENGINES, POLICY_NODES
 from hpcrl.launch.layouts import AttemptLayout
+from hpcrl.rundir.ledger import describe_sizes
 
 LEAST_GAIN = 0.1
 """Share of a step's time by which another layout has to be faster: below that, roles would move by what is noise."""
@@ -89,13 +90,10 @@ def choose_layout(
     best = min(range(len(layouts)), key=expected.__getitem__)
     waits = f"the trainer waited {times.for_samples:.0%} for samples, engines {times.for_training:.0%} for training"
     if expected[best] < (1 - least_gain) * expected[at]:
-        gain = f"{expected[best]:.3g} s per step expected, {expected[at]:.3g} s with {described(layouts[at].sizes)}"
+        gain = (
+            f"{expected[best]:.3g} s per step expected, {expected[at]:.3g} s with {describe_sizes(layouts[at].sizes)}"
+        )
         return LayoutChoice(layouts[best], f"{waits}; {gain}", expected[best])
     return LayoutChoice(
         layouts[at], f"{waits}; no other sizes are expected to be {least_gain:.0%} faster", expected[at]
     )
-
-
-def described(sizes: Mapping[str, int]) -> str:
-    """Return sizes for people: policy_num_nodes 1, num_engines 3."""
-    return ", ".join(f"{path.rpartition('.')[2]} {size}" for path, size in sizes.items())
