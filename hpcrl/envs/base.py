@@ -92,7 +92,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the policy answers for one sample, in OpenAI's protocol.
+    """Where the policy answers for one sample, in the protocols of OpenAI and Anthropic.
 
     Attributes:
         base_url: with /v1.

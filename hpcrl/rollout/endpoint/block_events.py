@@ -29,11 +29,10 @@ class BlockEvents(ABC):
 
     def piece(self, prompt: Sequence[int], _number: int, text: str, *_: Any) -> bytes:
         """Return the events of a piece; empty where nothing of it is certain yet."""
-        self._thoughts, begun = self._thoughts or Thoughts(self._decode, prompt), bool(self._sent)
+        self._thoughts = self._thoughts or Thoughts(self._decode, prompt)
         thought, shown = self._thoughts.add(text)
-        events = [*self._more("thought", thought), *self._more("text", shown)]
-        begin = self._begin(prompt) if events and not begun else ()
-        return b"".join([*begin, *events])
+        begin = self._begin(prompt) if (thought or shown) and not self._sent else ()
+        return b"".join([*begin, *self._more("thought", thought), *self._more("text", shown)])
 
     def end(self, answers: Sequence[SessionAnswer]) -> Iterator[bytes]:
         """Return the events of the rest of the answer."""

@@ -217,12 +217,14 @@ class PolicyServer:
         They are counted before any is read: bodies read in part would wait for each other. Raises Declined if the sample ends meanwhile.
         """
         size = body_size(headers_of(scope))
-        while session.held + size > MOST_HELD or self._held + size > _MOST_HELD:
-            scope[WAITING] = True
-            self._released.clear()
-            await self._released.wait()
-            session.check_open()
-        scope.pop(WAITING, None)
+        scope[WAITING] = True
+        try:
+            while session.held + size > MOST_HELD or self._held + size > _MOST_HELD:
+                self._released.clear()
+                await self._released.wait()
+                session.check_open()
+        finally:
+            del scope[WAITING]
         session.held += size
         self._held += size
         try:

@@ -138,8 +138,10 @@ def test_responses_of_openai(streams: bool, by_name: bool) -> None:
                     body["previous_response_id"] = heard[-1].id
                 if streams:
                     with client.responses.stream(**body) as stream:
-                        kinds = [event.type for event in stream]
+                        events = list(stream)
                         heard.append(stream.get_final_response())
+                    kinds = [event.type for event in events]
+                    assert [event.sequence_number for event in events] == list(range(len(events)))
                     assert kinds[0] == "response.created"
                     assert kinds.count("response.output_item.done") == len(heard[-1].output)
                 else:
