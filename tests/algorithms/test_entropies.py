@@ -35,7 +35,7 @@ def of_ranks(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], share: float) -
         def summed(values: Sequence[float]) -> list[float]:
             given[number] = values
             barrier.wait(60)
-            sums = [sum(column) for column in zip(*given, strict=True)]
+            sums = [float(sum(column)) for column in zip(*given, strict=True)]
             barrier.wait(60)
             return sums
 

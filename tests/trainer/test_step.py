@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError
-from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
@@ -257,7 +258,7 @@ FORKS = {"use_kl_loss": False, "top_entropy_quantile": 0.25}
 def forks_on_ranks(world: World, options: dict[str, Any]) -> None:
     """A scenario of ranks: train on the tokens of highest entropy."""
     run = Run.open(options["run"])
-    batch = Batch.from_json(read_json(run.batch(1)))
+    batch = Batch.from_json(json.loads(run.batch(1).read_text()))
     found = learner(run, world, Path(options["model"]), (2, 2), FORKS).train(batch, PhaseTimer())
     if world.first:
         write_json(Path(options["out"]), found)
@@ -274,7 +275,7 @@ def test_the_share_of_high_entropy_is_of_each_mini_batch_however_it_is_divided(
         assert found[name] == pytest.approx(value, abs=1e-5), name
     options = {"run": str(run.path), "model": str(model_path), "out": str(tmp_path / "found")}
     two.play([("test_step:forks_on_ranks", options)])
-    found = read_json(tmp_path / "found")
+    found = json.loads((tmp_path / "found").read_text())
     for name in ("policy/loss_metrics/selected", "policy/final_loss", "policy/grad_norm"):
         assert found[name] == pytest.approx(expected[name], abs=1e-5), name
     tokens = [sum(pack(read_group(run.path / group.path)).trained) for group in batch.groups]
@@ -286,25 +287,23 @@ def test_the_critic_is_trained_alone_first(run: Run, alone: World, model_path: P
     algorithm = {"advantage_estimator": "gae", "use_kl_loss": False}
     own = learner(run, alone, model_path, (2, 2), algorithm, critic={"warmup_steps": 1})
     own.schedule(3)
-    assert own.critic is not None
-    policy, critic = (
-        {name: value.clone() for name, value in parameters(each).items()} for each in (own.policy, own.critic)
-    )
+    engines: list[Any] = [own.policy, own.critic]
+    policy, critic = ({name: value.clone() for name, value in parameters(each).items()} for each in engines)
 
     def moved(engine: Any, before: dict[str, torch.Tensor]) -> bool:
         return any(not torch.equal(value, before[name]) for name, value in parameters(engine).items())
 
     batch = make_batch(run, step=1, groups=2, size=3)
     first = own.train(batch, PhaseTimer())
-    assert moved(own.critic, critic)
-    assert not moved(own.policy, policy)
+    assert moved(engines[1], critic)
+    assert not moved(engines[0], policy)
     assert first["critic/grad_norm"] > 0
     assert first.keys() & {"policy/final_loss", "policy/policy_lr", "policy/grad_norm"} == set()
     cost = own.cost(batch, {"step": 2.0, "critic_train": 1.0})
     assert cost["throughput/tokens_per_second"] > 0
     assert "throughput/train_tokens_per_second_per_rank" not in cost
     second = own.train(make_batch(run, step=2, groups=2, size=3), PhaseTimer())
-    assert moved(own.policy, policy)
+    assert moved(engines[0], policy)
     at_once = learner(run, alone, model_path, (2, 2), algorithm, critic={"warmup_steps": 0})
     at_once.schedule(2)
     expected = at_once.train(make_batch(run, step=1, groups=2, size=3), PhaseTimer())
