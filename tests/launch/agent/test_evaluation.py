@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from hpcrl.config import Config
 from hpcrl.controller.evaluation import begin_evaluation
+from hpcrl.launch.requeue import evaluation as requeue_evaluation
 from hpcrl.launch.requeue.elastic import AGAIN
 from hpcrl.launch.requeue.evaluation import FAILED, describe_waiting, next_start, nothing_to_do, waiting_versions
 from hpcrl.observe.conclude import write_summary
@@ -101,6 +105,33 @@ def test_damaged_weights_are_passed_over(tmp_path: Path) -> None:
     assert describe_waiting(run) == "v2 (damaged, left out): for job 12"
     begin_evaluation(run, 2, 2)
     assert waiting_versions(run, 0) == [2], "another attempt may have trained it again"
+
+
+def test_a_version_at_which_the_job_fails_after_the_end_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job then starts once more, brings what there is to TensorBoard, and ends."""
+    run, starts = make_run(tmp_path, WORKS, "slurm.crash_budget=2"), list[str | None]()
+    monkeypatch.setattr(requeue_evaluation, "outlive_the_job", lambda: None)
+    monkeypatch.setattr(requeue_evaluation, "requeue_this_job", lambda **asked: starts.append(asked["start"]))
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", JOB)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    for version in (2, 4):
+        begin_evaluation(run, version, 1)
+    for _ in range(3):  # the run goes on
+        assert requeue_evaluation.main(run, 7, FAILED) == 0
+    assert waiting_versions(run, 0) == [2, 4]
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    for waiting in ([2, 4], [4], [4], []):
+        assert requeue_evaluation.main(run, 7, FAILED) == 0
+        assert waiting_versions(run, 0) == waiting
+    assert describe_waiting(run) == "v2 (failed 2 times, left out), v4 (failed 2 times, left out): for job 12"
+    assert starts == ["now+7minutes"] * 7
+    assert requeue_evaluation.main(run, 7, FAILED) == 0
+    assert len(starts) == 7
+    assert "not queued again: finished" in capsys.readouterr().out
+    write_json(run.submission, json.loads(run.submission.read_text()) | {"evaluation": "13"})
+    assert waiting_versions(run, 0) == [2, 4], "`hpcrl resume` has submitted another job"
 
 
 def test_the_last_element_brings_scores_to_tensorboard(tmp_path: Path) -> None:
