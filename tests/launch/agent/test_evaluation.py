@@ -17,6 +17,8 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.controller.evaluation import begin_evaluation
+from hpcrl.launch.agent import evaluation
+from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.requeue import evaluation as requeue_evaluation
 from hpcrl.launch.requeue.elastic import AGAIN
 from hpcrl.launch.requeue.evaluation import FAILED, describe_waiting, next_start, nothing_to_do, waiting_versions
@@ -88,6 +90,36 @@ def test_an_error_of_the_run_ends_an_element(tmp_path: Path) -> None:
         assert process.wait(120) == 4
     assert "DataError: no such prompts" in run.log(1, "agent-evaluation-0").read_text()
     assert describe_waiting(run) == "v2: for job 12"
+
+
+def test_a_file_server_that_is_away_for_a_moment_costs_no_element(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    recorded = run.submission.read_text()
+    run.submission.unlink()
+    run.submission.mkdir()  # which nobody can read, root neither
+
+    def comes_back(_: float) -> None:
+        run.submission.rmdir()
+        write_text(run.submission, recorded)
+
+    monkeypatch.setattr(evaluation.time, "sleep", comes_back)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
+    assert evaluation.serve(run, 0, NodeContext(0, ["n1"], "11_0.0", 0, True), []) == 0
+    printed = capsys.readouterr().out
+    assert "waiting for the filesystem: " in printed
+    assert "nothing to do: the run has another pool" in printed
+
+
+def test_checkpoints_that_cannot_be_deleted_change_nothing_about_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, WORKS, "trainer.ckpt_keep_best=eval/all/avg_score")
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    write_text(run.starts, "damaged\n")
+    evaluation._delete_the_rest(run)
+    assert "checkpoints that only evaluations needed stay: " in capsys.readouterr().out
 
 
 def test_a_failure_of_its_own_does_not_end_an_element(tmp_path: Path) -> None:
