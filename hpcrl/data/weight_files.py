@@ -313,6 +313,24 @@ def check_weights(path: Path) -> None:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
+def check_export(path: Path) -> None:
+    """Compare all files of an export with its manifest: those of weights, which have no checksums there, by the digests of their tensors.
+
+    Raises:
+        CommitError: one differs, is missing or cannot be read.
+    """
+    manifest = verify(path)
+    if "tensors" not in manifest:  # an earlier version of hpcrl wrote it
+        return
+    files = [path / name for name, entry in manifest["files"].items() if "blake2b" not in entry]
+    try:
+        given = {name: digest for file in files for name, digest in _digests(file, None).items()}
+    except (OSError, ValueError) as error:
+        raise CommitError(f"{path} cannot be read: {error}") from error
+    if wrong := PublishedWeights(path, 0, manifest["tensors"], 0).wrong(given):
+        raise CommitError(f"{path} holds other tensors than were exported: {', '.join(wrong)}")
+
+
 def check_tensors(weights: PublishedWeights, copy: Path | None = None) -> None:
     """Compare each tensor with the digest that was published; copy the files into a directory on the way where one is given.
 

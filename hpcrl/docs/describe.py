@@ -39,7 +39,7 @@ def pages(root: Path) -> dict[Path, str]:
         if one.subsection
     }
     page = algorithms.read_text()
-    for registry in REGISTRIES:
+    for registry in filter(lambda one: one.table, REGISTRIES):
         page = _between(page, registry.table, table(functions(root, registry), parts))
     return {
         root / FUNCTIONS: sections(root),
@@ -186,15 +186,14 @@ def _tallies() -> dict[str, Counter[str]]:
 
 def _counts() -> str:
     tallies = _tallies()
-    others = [
-        f"Of {source}'s {count.total()} fields, {count['works']} work, {count['not implemented yet']} are not implemented yet and "
-        f"{count['not supported']} are not supported."
-        for source, count in tallies.items()
-        if source != "hpcrl"
-    ]
+    others = ", ".join(
+        f"{count['works']} of {source}'s {count.total()}" for source, count in tallies.items() if source != "hpcrl"
+    )
     own = tallies["hpcrl"]
-    first = f"Of hpcrl's {own.total()} settings, {own['works']} work and {own['not implemented yet']} are not implemented yet."
-    return " ".join([first, *others, "[Each of them](docs/config/status.md)."])
+    return (
+        f"Of hpcrl's {own.total()} settings, {own['works']} work and {own['not implemented yet']} are not implemented yet. Fields of others "
+        f"that work: {others}; [each of them](docs/config/status.md)."
+    )
 
 
 def _default(setting: Setting) -> str:

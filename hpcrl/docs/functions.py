@@ -28,7 +28,7 @@ class Registry:
     """A dictionary of names to functions.
 
     Attributes:
-        table: comment around its table in docs/algorithms.md.
+        table: comment around its table in docs/algorithms.md; empty where another page describes them.
         module: path of the module below the checkout.
         constant: name of the dictionary there.
         named: name of its copy in hpcrl/config/sections/functions.py.
@@ -48,7 +48,7 @@ REGISTRIES = (
         "estimators", "hpcrl/algorithms/advantages.py", "ESTIMATORS", "ADVANTAGE_ESTIMATORS", "advantage_estimator"
     ),
     Registry("kl estimators", "hpcrl/algorithms/kl.py", "KL_ESTIMATORS", "KL_ESTIMATORS"),
-    Registry("rewards", "hpcrl/envs/rewards/weighted.py", "REWARDS", "REWARDS"),
+    Registry("", "hpcrl/envs/rewards/weighted.py", "REWARDS", "REWARDS"),
     Registry("group rewards", "hpcrl/envs/rewards/grouped.py", "GROUP_REWARDS", "GROUP_REWARDS"),
 )
 _COMPARING = ("hpcrl/envs/rewards/weighted.py", "GROUND_TRUTHS")

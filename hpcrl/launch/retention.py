@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from hpcrl.data.weight_files import check_export
 from hpcrl.errors import CommitError, HpcrlError, RunError
 from hpcrl.observe.metrics import values_of
 from hpcrl.rundir.checkpoints import Retention, line_of, verify_checkpoint
@@ -30,7 +31,6 @@ from hpcrl.rundir.commit import (
     discard,
     read_bytes,
     unfenced,
-    verify,
 )
 from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
@@ -140,7 +140,7 @@ def _verified(
         last = exports[step_of(line[-1]) or 0]
     try:
         for path in sorted({last, *(exports[step_of(path) or 0] for path in replaced)}):
-            (verify_checkpoint if path in line else verify)(path)
+            (verify_checkpoint if path in line else check_export)(path)
     except CommitError as error:
         raise CommitError(f"{error}; nothing was deleted") from error
     return last
@@ -151,7 +151,9 @@ def _has_weights(newest: int, last: Path, exports: Mapping[int, Path]) -> bool:
     if newest <= (step_of(last) or 0):
         return True
     with suppress(CommitError):
-        return newest in exports and bool(verify(exports[newest]))
+        if newest in exports:
+            check_export(exports[newest])
+            return True
     return False
 
 

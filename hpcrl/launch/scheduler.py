@@ -61,6 +61,7 @@ class JobState:
 
 
 GONE = JobState("GONE")
+_QUEUED = re.compile(r"(\d+(?:_[^|]+)?)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)", re.ASCII)
 _JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 
 
@@ -111,16 +112,21 @@ def queue(patience_s: float, others: Iterable[int] = ()) -> dict[str, JobState]:
         others: ids of further users; Slurm may hide their jobs.
     """
     limit_s = _ANSWER_S if patience_s else _GLANCE_S
-    users, columns = _listed({os.getuid(), *others}), "%i|%T|%S|%r|%o"
-    jobs = {}
+    asked = ["squeue", "-h", "-a", "-r", "-t", "all"]
     try:
-        printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", users, "-o", columns], patience_s, limit_s)
+        printed = run_slurm([*asked, "-u", str(os.getuid()), "-o", "%i|%T|%S|%r|%o"], patience_s, limit_s)
+        if foreign := _listed(
+            {*others} - {os.getuid()}
+        ):  # without their words, which could have line breaks and be jobs
+            printed += run_slurm([*asked, "-u", foreign, "-o", "%i|%T|%S|%r|"], patience_s, limit_s)
     except SubmitError as error:
         raise SubmitError(f"{error}; the state of the jobs is unknown") from None
+    jobs = {}
     for line in printed.splitlines():
-        job, state, start, reason, script = line.split("|", 4)
-        reason, start = ("" if text in ("None", "N/A") else text for text in (reason, start))
-        jobs[job] = JobState(state, reason, start, script)
+        if found := _QUEUED.fullmatch(line):  # the path of a script may have line breaks
+            job, state, start, reason, script = found.groups()
+            reason, start = ("" if text in ("None", "N/A") else text for text in (reason, start))
+            jobs[job] = JobState(state, reason, start, script)
     return jobs
 
 
@@ -131,7 +137,8 @@ def jobs_of_runs(users: Iterable[int]) -> list[tuple[str, str]]:
         lines = run_slurm(command, 0.0, _GLANCE_S).splitlines()
     except SubmitError:
         return []
-    return [(user, state) for user, state, script in (line.split("|", 2) for line in lines) if "/.slurm/" in script]
+    parts = [line.split("|", 2) for line in lines if line.count("|") > 1]  # the path of a script may have line breaks
+    return [(user, state) for user, state, script in parts if "/.slurm/" in script]
 
 
 def _listed(users: Collection[int]) -> str:

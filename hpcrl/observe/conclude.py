@@ -10,7 +10,7 @@ from hpcrl.data.cache_files import EvalRow, read_rows
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.scores import scores
 from hpcrl.rundir.commit import children, write_json
-from hpcrl.rundir.evaluations import attempt_of_evaluation, begun_evaluations, generated_at, is_damaged
+from hpcrl.rundir.evaluations import attempt_of_evaluation, begun_evaluations, generated_at, why_left_out
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta
 
@@ -36,7 +36,7 @@ def conclude_generated(run: Run, process: str, success_reward: float) -> list[in
     concluded, waits = list[int](), False
     for version in begun_evaluations(run):
         attempt, since = attempt_of_evaluation(run, version), generated_at(run, version)
-        if attempt is None or is_damaged(run, version):
+        if attempt is None or why_left_out(run, version):
             continue
         if since is None or (waits and time.time() - since < _HELD_BACK_S):
             waits = True

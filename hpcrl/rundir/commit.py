@@ -420,8 +420,10 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise CommitError(f"{manifest} is no manifest: expected attempt, and size of each of its files") from None
     if by != attempt:
         raise CommitError(f"{path / COMMIT} is not the mark of {manifest}")
-    if outside := _names_outside(path, sizes):
-        raise CommitError(f"{manifest} names {outside[0]!r}, which is outside of {path}; expected files below it")
+    if strange := _names_outside(path, sizes):
+        raise CommitError(
+            f"{manifest} names {strange[0]!r:.200}; expected files below {path}, each by its shortest path, without {COMMIT} and {MANIFEST}"
+        )
     return content
 
 
@@ -431,9 +433,20 @@ def leads_outside(name: str) -> bool:
 
 
 def _names_outside(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the paths, of those that a file of `folder` gives, that lead out of it, by a symbolic link too."""
+    """Return the paths, of those that the manifest of `folder` gives, that are none of its files.
+
+    One leads out of it, by a symbolic link too. One that is spelled another way would be two objects of a store, and a mark is no file.
+    """
     below = os.path.join(os.path.realpath(folder), "")
-    return [one for one in names if leads_outside(one) or not os.path.realpath(folder / one).startswith(below)]
+    return [one for one in names if not _is_file_name(one) or not os.path.realpath(folder / one).startswith(below)]
+
+
+def _is_file_name(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a character
+        return False
+    return not leads_outside(name) and name == os.path.normpath(name) and name not in (".", COMMIT, MANIFEST)
 
 
 def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:

@@ -33,15 +33,35 @@ def note_generated(run: Run, version: int, attempt: int, damaged: bool = False) 
 
 
 def generated_at(run: Run, version: int) -> float | None:
-    """Return the Unix time at which the evaluation job had all rows of a version, or None; `is_damaged` ones have none."""
+    """Return the Unix time at which the evaluation job had all rows of a version, or None; damaged ones have none."""
     noted = _noted(run, version)
     return noted["time"] if noted and not noted["damaged"] else None
 
 
-def is_damaged(run: Run, version: int) -> bool:
-    """Return whether the evaluation job passes over a version, whose weights it could not read."""
-    noted = _noted(run, version)
-    return bool(noted and noted["damaged"])
+def note_failure(run: Run, version: int, job: str, most: int) -> None:
+    """Count a failure of the evaluation job `job` at a version, which the job leaves out after `most` of them."""
+    failures = _failures(run, version, job) + 1
+    attempt = attempt_of_evaluation(run, version)
+    noted = {"attempt": attempt, "job": job, "failures": failures, "left_out": failures >= most}
+    write_json(run.eval_failures(version), noted)
+
+
+def _failures(run: Run, version: int, job: str | None) -> int:
+    noted = read_json(run.eval_failures(version))
+    if not noted or noted["job"] != job or noted["attempt"] != attempt_of_evaluation(run, version):
+        return 0
+    return noted["failures"]
+
+
+def why_left_out(run: Run, version: int) -> str:
+    """Return why the evaluation job passes over a version, or nothing: its weights are damaged, or the job failed at it too often."""
+    if (noted := _noted(run, version)) and noted["damaged"]:
+        return "damaged"
+    failed = read_json(run.eval_failures(version))
+    if not failed or not failed["left_out"]:
+        return ""
+    failures = _failures(run, version, (read_json(run.submission) or {}).get("evaluation"))
+    return f"failed {failures} times" if failures else ""
 
 
 def _noted(run: Run, version: int) -> dict[str, Any] | None:
@@ -58,7 +78,7 @@ def versions_of_element(run: Run, element: int, elements: int, interval: int) ->
     """
     own = (version for version in begun_evaluations(run) if -(-version // interval) % elements == element)
     return [
-        version for version in own if attempt_of_evaluation(run, version) is not None and not is_damaged(run, version)
+        version for version in own if attempt_of_evaluation(run, version) is not None and not why_left_out(run, version)
     ]
 
 

@@ -32,6 +32,7 @@
   evals/v000010/losses.json        of validation sets
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
   evals/v000010/begun.json         as long as it has not: its weights, and the checkpoint of its step, stay; the attempt that the version belongs to
+  evals/v000010/failed.json        failures of the evaluation job at it, after the end of the run
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
@@ -399,6 +400,9 @@ class Run:
 
     def eval_job(self, version: int) -> Path:
         return self.evals_of(version) / "job.json"
+
+    def eval_failures(self, version: int) -> Path:
+        return self.evals_of(version) / "failed.json"
 
     def eval_losses(self, version: int) -> Path:
         return self.evals_of(version) / "losses.json"

@@ -38,11 +38,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import httpx
-
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.bounded_answers import BoundedAnswer, post
+from hpcrl.runtime.bounded_answers import BoundedAnswer, BoundedClient, NoAnswer
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, read_process_status
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, read_token
@@ -64,7 +62,7 @@ class ControllerClient:
     def __init__(self, run: Run, attempt: int, patience_s: float = 120.0) -> None:
         self._run, self._attempt, self._patience_s = run, attempt, patience_s
         self._sender = Sender(AttemptKey.of(read_token(run), run.name, attempt))
-        self._http = httpx.Client(trust_env=False)
+        self._http = BoundedClient()
 
     def call(self, route: str, **payload: Any) -> dict[str, Any]:
         """Return the controller's answer.
@@ -84,8 +82,8 @@ class ControllerClient:
             if url:
                 try:
                     answer = self._post(url, route, payload)
-                except httpx.TransportError as error:
-                    problem = f"{url}: {error!r}"
+                except NoAnswer as error:
+                    problem = f"{url}: {error}"
                 else:
                     if answer.status == 200:
                         return answer.json()
@@ -104,14 +102,14 @@ class ControllerClient:
         """Notify the controller, if it is there, that a worker ends; else the controller finds out by its silence."""
         process_status = read_process_status(self._run, CONTROLLER, self._attempt)
         if process_status and (url := process_status.facts.get("url")):
-            with suppress(httpx.TransportError, RunError):
+            with suppress(NoAnswer, RunError):
                 self._post(url, "leave", {"worker": worker}, _FAREWELL_S)
 
     def _post(self, url: str, route: str, payload: dict[str, Any], timeout_s: float = _ANSWER_S) -> BoundedAnswer:
         """Return the controller's answer; RunError for what anybody else answers, which has its address because it is dead."""
         body = json.dumps(payload).encode()
         headers = self._sender.headers(f"/{route}", body)
-        answer = post(self._http, f"{url}/{route}", body, headers, timeout_s)
+        answer = self._http.post(f"{url}/{route}", body, headers, timeout_s)
         if not self._sender.is_answer(headers[NONCE], answer.status, answer.content, answer.headers):
             raise RunError(
                 f"what answers at {url} is not the controller of attempt {self._attempt}: its answer ({answer.status}) is refused, because "

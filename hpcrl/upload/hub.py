@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 _LONGEST_NAME, _DIGEST = 96, 8
+_NEVER = {".git", ".cache"}  # folders that huggingface_hub refuses
 _REMEDIES = {
     401: "no token, or one that the hub does not know",
     403: "the token may not write there: it needs write access to the repository and its owner",
@@ -88,6 +89,10 @@ class HubStore:
         for (name, expected), digest in zip(directory.checksums.items(), found, strict=True):
             if digest != expected:
                 raise CommitError(f"{directory.path / name}: checksum differs from the manifest; it is not uploaded")
+        if refused := [name for name in directory.files if not _NEVER.isdisjoint(Path(name).parts)]:
+            raise UploadRefused(
+                f"{self.place}: the hub takes no file {refused[0]!r:.200}; {directory.name} is not uploaded"
+            )
         return [CommitOperationAdd(name, directory.path / name) for name in directory.files]
 
     def _commit(self, directory: Committed, additions: list[CommitOperationAdd], there: dict[str, RepoFile]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hpcrl.rundir.commit import children, committed, committed_directory, verify
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.rundir.starts import note
+from tests.launch.manage.test_verify import export
 from tests.upload.material import end, made_run, write_checkpoint, write_export
 
 UPLOAD = UploadConfig()
@@ -47,6 +49,16 @@ def run(tmp_path: Path) -> Run:
             writer.write(step, {BEST.metric or "": 1.0 if step == 2 else 0.5})
     end(run)
     return run
+
+
+def test_a_checkpoint_stays_where_the_weights_of_its_export_are_damaged(run: Run) -> None:
+    shutil.rmtree(run.export(6))
+    with (export(run, 6) / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(CommitError, match=r"holds other tensors than were exported.*nothing was deleted"):
+        delete(run, "export", Retention())
+    assert "s000006" in left(run)
 
 
 def delete(run: Run, keep: Kept, retention: Retention = BEST, upload: UploadConfig = UPLOAD) -> list[str]:

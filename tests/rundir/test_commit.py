@@ -82,6 +82,21 @@ def rewrite(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["COMMIT", "manifest.json", "./weights", "sub//weights", "weights/", "", ".", "\ud800"]
+)
+def test_a_manifest_lists_each_file_by_one_name_without_the_mark(parent: Path, name: str) -> None:
+    make(parent / "s000001")
+    path = parent / "s000001"
+    manifest = json.loads((path / commit.MANIFEST).read_text())
+    size = (path / commit.COMMIT).stat().st_size  # which a manifest can know
+    manifest["files"][name] = {"size": size}
+    rewrite(path, json.dumps(manifest))
+    for read in (commit.verify, Committed.read):
+        with pytest.raises(CommitError, match=r"manifest.json names '.*'; expected files below .*s000001"):
+            read(path)
+
+
+@pytest.mark.parametrize(
     "name", ["../../private", "{}/private", "sub/../../../private", "link", "linked/private", "\0"]
 )
 def test_names_of_a_manifest_stay_in_its_directory(parent: Path, name: str) -> None:
@@ -94,7 +109,7 @@ def test_names_of_a_manifest_stay_in_its_directory(parent: Path, name: str) -> N
     manifest["files"][name.format(private.parent)] = {"size": len("weights")}
     rewrite(path, json.dumps(manifest))
     for read in (commit.verify, Committed.read):
-        with pytest.raises(CommitError, match=r"manifest.json names .*, which is outside of .*s000001; expected files"):
+        with pytest.raises(CommitError, match=r"manifest.json names .*; expected files below .*s000001"):
             read(path)
 
 

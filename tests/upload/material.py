@@ -12,6 +12,7 @@ from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.upload.store import Patience
 from tests.paths import QUICKSTART
 
+ODD_NAMES = ("ü ☃ '\"<&>.json", "a?b#c%2e%2e+d.json", "-rf", " ", "\x01\x7f", "\u202e.json", "x" * 200)
 QUICK = Patience(first_s=0.01, total_s=0.2)
 EXPORTS = ["trainer.hf_save_interval=1"]
 
@@ -33,6 +34,16 @@ def write_export(run: Run, step: int, attempt: int = 1, size: int = 3000) -> Pat
     weights.write_bytes(random.Random(f"{step} {attempt}").randbytes(size))
     files = listing(directory, lambda path: path != weights) | {weights.name: {"size": size}}
     finish(target, attempt, files=files, step=step)
+    return target
+
+
+def write_files(run: Run, step: int, *names: str) -> Path:
+    """Commit an export of files with these names, and return it."""
+    target = run.export(step)
+    with committed_directory(target, 1, step=step) as directory:
+        for name in names:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(name)
     return target
 
 

@@ -20,7 +20,7 @@ from hpcrl.upload.hub import HubStore, repository_name
 from hpcrl.upload.store import Away, Committed, Patience, UploadRefused, Vanished
 from tests.paths import ROOT
 from tests.upload.hub_server import Hub
-from tests.upload.material import QUICK, write_export
+from tests.upload.material import ODD_NAMES, QUICK, write_export, write_files
 
 NAME = "me/models-sorting"
 
@@ -65,6 +65,14 @@ def test_a_later_export_takes_the_place_of_an_earlier_one(run: Run, hub: Hub) ->
         ".gitattributes": b"*.safetensors",
         "README.md": b"somebody's own",
     }
+
+
+def test_odd_names_of_files_arrive_as_they_are_and_folders_of_git_are_refused(run: Run, hub: Hub) -> None:
+    export = write_files(run, 4, *ODD_NAMES, "a\nb")
+    send(store(run, hub), export)
+    assert hub.repositories[NAME] == files(export) | {".gitattributes": b"*.safetensors"}
+    with pytest.raises(UploadRefused, match=r"the hub takes no file 'sub/.git/config'"):
+        send(store(run, hub), write_files(run, 8, "sub/.git/config"))
 
 
 def test_after_a_kill_large_files_are_not_sent_again_and_nothing_was_there(run: Run, hub: Hub) -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from hpcrl.config.sections.upload import UploadConfig
 from hpcrl.errors import CommitError
-from hpcrl.rundir.commit import COMMIT, verify
+from hpcrl.rundir.commit import COMMIT, MANIFEST, verify
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.s3 import S3Store
 from hpcrl.upload.store import Away, Committed, Patience, UploadRefused, Vanished
 from tests.paths import ROOT
-from tests.upload.material import QUICK, write_checkpoint, write_export
+from tests.upload.material import ODD_NAMES, QUICK, write_checkpoint, write_export, write_files
 from tests.upload.s3_server import KEY, SECRET, S3Server, client, keys
 
 MIB = 1 << 20
@@ -58,6 +58,17 @@ def test_what_was_committed_is_there_and_is_not_sent_again(
     for path in (export, checkpoint):
         assert verify(tmp_path / "back/outputs/project/sorting" / path.parent.name / path.name) == verify(path)
     assert one.place == f"s3://{bucket}/outputs/project/sorting"
+
+
+def test_odd_names_of_files_arrive_as_they_are(run: Run, server: S3Server, bucket: str) -> None:
+    export, one = write_files(run, 4, *ODD_NAMES), store(run, server, bucket)
+    send(one, export)
+    prefix, found = "outputs/project/sorting/exports/s000004/", keys(server, bucket)
+    assert found.keys() == {prefix + name for name in (*ODD_NAMES, COMMIT, MANIFEST)}
+    assert all(found[prefix + name] == name.encode() for name in ODD_NAMES)
+    assert send(one, export)[0] == 0
+    with pytest.raises(UploadRefused, match="404"):  # moto has no keys with line breaks
+        send(one, write_files(run, 12, "a\nb"))
 
 
 def test_after_a_kill_the_rest_is_sent_and_nothing_looked_complete(run: Run, server: S3Server, bucket: str) -> None:

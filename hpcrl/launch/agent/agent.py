@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from hpcrl.config import Config
@@ -340,7 +340,9 @@ class NodeAgent:
                 self._processes.recorder.write()
 
     def _end(self) -> None:
-        outcome = outcome_of(self._run, self._attempt)
+        outcome = None
+        with suppress(OSError):  # without the filesystem too, no process is left behind
+            outcome = outcome_of(self._run, self._attempt)
         patience = 0.0 if outcome and outcome.kind in ("failed", "hang", "lost") else 15.0
         self._processes.end(patience)
         done = outcome is not None and outcome.kind == "done"

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import IO
 
 from hpcrl.config import Config
+from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.agent.network import node_address
+from hpcrl.launch.agent.patience import FilesystemPatience
 from hpcrl.launch.agent.start import NodeContext, log_to, serve_element
 from hpcrl.launch.nodes import Node
 from hpcrl.launch.requeue.elastic import AGAIN, ended, replaced
@@ -50,26 +52,35 @@ def main(path: str, element: int) -> None:
 
 def serve(run: Run, element: int, context: NodeContext, signals: list[int]) -> int:
     """Evaluate until no version waits or a signal comes; return the exit status of the agent."""
-    array = os.environ["SLURM_ARRAY_JOB_ID"]
+    array, patience = os.environ["SLURM_ARRAY_JOB_ID"], FilesystemPatience(run)
     while not signals:
-        if why := nothing_to_do(run, array, element):
-            print(f"nothing to do: {why}", flush=True)
-            if not replaced(run, array) and ended(run):
-                _follow(run, signals)
-                _delete_the_rest(run)
-            return 0
-        success_reward = attempt_config(run).generator.success_reward
-        if conclude_generated(run, evaluation_name(element), success_reward):
+        with patience.tolerating():
+            status = _serve_once(run, array, element, context, signals)
+            if status is not None:
+                return status
             continue
-        if not waiting_versions(run, element):
-            print("no version waits; another job may use this node", flush=True)
-            break
-        attempt = read_attempts(run)[-1].number
-        log_to(run.log(attempt, f"agent-{evaluation_name(element)}"))
-        require_unchanged(run)
-        if status := _evaluate(run, element, attempt, context, signals):
-            return status
+        time.sleep(_POLL_S)
     return AGAIN
+
+
+def _serve_once(run: Run, array: str, element: int, context: NodeContext, signals: list[int]) -> int | None:
+    """Conclude or evaluate what waits; return the exit status of the agent, or None where more may wait."""
+    if why := nothing_to_do(run, array, element):
+        print(f"nothing to do: {why}", flush=True)
+        if not replaced(run, array) and ended(run):
+            _follow(run, signals)
+            _delete_the_rest(run)
+        return 0
+    success_reward = attempt_config(run).generator.success_reward
+    if conclude_generated(run, evaluation_name(element), success_reward):
+        return None
+    if not waiting_versions(run, element):
+        print("no version waits; another job may use this node", flush=True)
+        return AGAIN
+    attempt = read_attempts(run)[-1].number
+    log_to(run.log(attempt, f"agent-{evaluation_name(element)}"))
+    require_unchanged(run)
+    return _evaluate(run, element, attempt, context, signals) or None
 
 
 def _evaluate(run: Run, element: int, attempt: int, context: NodeContext, signals: list[int]) -> int:
@@ -149,4 +160,7 @@ def _delete_the_rest(run: Run) -> None:
     if trainer.keep_when_done != "all":
         end_of_run(run, trainer.keep_when_done, retention, trainer.upload, outcome.attempt)
     elif retention.metric:
-        retire(run, retention, values_of(run, retention.metric), fence)
+        try:
+            retire(run, retention, values_of(run, retention.metric), fence)
+        except HpcrlError as error:  # the run is done all the same
+            print(f"checkpoints that only evaluations needed stay: {error}", flush=True)

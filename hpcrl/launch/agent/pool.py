@@ -15,6 +15,7 @@ from hpcrl.errors import SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.held_nodes import HeldNodes
+from hpcrl.launch.agent.patience import FilesystemPatience
 from hpcrl.launch.agent.start import NodeContext, log_to, serve_element
 from hpcrl.launch.doctor.disk_space import Sizes
 from hpcrl.launch.pools import pooled_node
@@ -86,33 +87,36 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
     idle, asked, lost = time.monotonic(), time.monotonic(), 0
     held = HeldNodes(run, context, pool=True) if run.config.is_file() else None
+    patience = FilesystemPatience(run)
     while not signals:
         if held:
             held.renew()
-        if why := unwanted(run, pool):
-            print(f"nothing to do: {why}", flush=True)
-            return 0
-        attempt = current_attempt(run)
-        if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
-            print(f"{worker} in attempt {attempt.number}", flush=True)
-            log_to(run.log(attempt.number, f"agent-pool-{worker}"))
-            require_unchanged(run)
-            agent = PoolAgent(run, attempt_config(run, attempt.number), context, attempt, signals, worker, sizes, held)
-            agent.supervise()
-            if agent.left:
-                break
-            if agent.given_up:
-                return 1
-            lost = attempt.number if agent.alone else 0
-            idle = asked = time.monotonic()
-        elif time.monotonic() - idle > _IDLE_S:
-            print("the run does not go on yet; another may use this node", flush=True)
-            break
-        elif time.monotonic() - asked > _ASK_S:
-            asked = time.monotonic()
-            if not _queued(run):
-                print("nothing to do: the jobs of the run are gone", flush=True)
+        with patience.tolerating():
+            if why := unwanted(run, pool):
+                print(f"nothing to do: {why}", flush=True)
                 return 0
+            attempt = current_attempt(run)
+            if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
+                print(f"{worker} in attempt {attempt.number}", flush=True)
+                log_to(run.log(attempt.number, f"agent-pool-{worker}"))
+                require_unchanged(run)
+                config = attempt_config(run, attempt.number)
+                agent = PoolAgent(run, config, context, attempt, signals, worker, sizes, held)
+                agent.supervise()
+                if agent.left:
+                    break
+                if agent.given_up:
+                    return 1
+                lost = attempt.number if agent.alone else 0
+                idle = asked = time.monotonic()
+            elif time.monotonic() - idle > _IDLE_S:
+                print("the run does not go on yet; another may use this node", flush=True)
+                break
+            elif time.monotonic() - asked > _ASK_S:
+                asked = time.monotonic()
+                if not _queued(run):
+                    print("nothing to do: the jobs of the run are gone", flush=True)
+                    return 0
         time.sleep(_POLL_S)
     return AGAIN
 

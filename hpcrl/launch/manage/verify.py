@@ -14,7 +14,7 @@ from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
 from hpcrl.data.cache_files import read_rows, read_turns, turn_files
 from hpcrl.data.group_file import check_group, groups_of
 from hpcrl.data.score_file import check_scores
-from hpcrl.data.weight_files import check_weights
+from hpcrl.data.weight_files import check_export, check_weights
 from hpcrl.errors import CommitError, ConfigError, DataError, RunError
 from hpcrl.launch.inputs import changed_inputs
 from hpcrl.rundir.checked_lines import damaged, read_lines
@@ -166,7 +166,7 @@ def _checkpoints(run: Run) -> Iterator[str]:
 
 
 def _exports(run: Run) -> Iterator[str]:
-    yield from _committed(run.exports, step_of)
+    yield from _committed(run.exports, step_of, check_export)
 
 
 def _lost(run: Run) -> Iterator[str]:

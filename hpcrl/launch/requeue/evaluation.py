@@ -3,7 +3,8 @@
     python -m hpcrl.launch.requeue.evaluation RUN MINUTES STATUS_OF_SRUN
 
 An element is queued again if its agent asked for that by its exit status, or was killed, as long as versions wait or may come. It starts
-at once where one waits, else after MINUTES, and so where the job's process failed.
+at once where one waits, else after MINUTES, and so where the job's process failed. After the end of the run, a version at which it failed
+slurm.crash_budget times is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpcrl.launch.requeue.elastic import AGAIN, SIGNALLED, ended, is_newer, repl
 from hpcrl.launch.requeue.requeue import SOON, outlive_the_job, requeue_this_job
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, queue
 from hpcrl.rundir.commit import read_json
-from hpcrl.rundir.evaluations import begun_evaluations, generated_at, is_damaged, versions_of_element
+from hpcrl.rundir.evaluations import begun_evaluations, generated_at, note_failure, versions_of_element, why_left_out
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_outcome
 
@@ -94,13 +95,20 @@ def nothing_to_do(run: Run, array: str, element: int) -> str | None:
 def describe_waiting(run: Run) -> str:
     """Return which versions wait for the evaluation job of a run, for people; empty where none do."""
     job, waiting = evaluation_job(run), begun_evaluations(run)
-    marked = (f"v{version}{' (damaged, left out)' if is_damaged(run, version) else ''}" for version in waiting)
+    reasons = {version: why_left_out(run, version) for version in waiting}
+    marked = (f"v{version} ({why}, left out)" if why else f"v{version}" for version, why in reasons.items())
     return f"{', '.join(marked)}: for job {job}" if job and waiting else ""
 
 
 def next_start(run: Run, element: int, minutes: int) -> str:
     """Return when an element is to start again: at once where a version waits for it, else after so many minutes."""
     return SOON if waiting_versions(run, element) else f"now+{minutes}minutes"
+
+
+def _count_failure(run: Run, array: str, element: int) -> None:
+    """Count a failure of an element, for the version that it takes first."""
+    if waiting := waiting_versions(run, element):
+        note_failure(run, waiting[0], array, tomli.loads(run.config.read_text())["slurm"]["crash_budget"])
 
 
 def main(run: Run, minutes: int, status: int) -> int:
@@ -115,6 +123,8 @@ def main(run: Run, minutes: int, status: int) -> int:
     if why := nothing_to_do(run, array, element):
         print(f"not queued again: {why}", flush=True)
         return 0
+    if status == FAILED and ended(run):
+        _count_failure(run, array, element)
     later = f"now+{minutes}minutes"
     start = None if killed else later if status == FAILED else next_start(run, element, minutes)
     requeue_this_job(start=start, exclude=())

@@ -25,7 +25,9 @@ _RETRY_S = 2.0
 _PATIENCE_S = 150.0  # slurmctld may be restarting
 _KILLED_WITHIN_S = 90.0
 _UPDATES_S = 20.0
-_NONE = "(null)"
+_NONE = ("", "(null)")
+_SIGKILL = ("9", "0:9")
+"""Exit codes of a script that got SIGKILL, as squeue prints them."""
 # which of them says that a batch script did not end by itself differs between versions of Slurm, and between what they print
 _KILLED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
 _ANSWER_S = 10.0
@@ -124,12 +126,12 @@ def requeue_if_its_script_was_killed() -> None:
     """
     job = job_name()
     try:
-        shown = _run("scontrol", "show", "job", "-o", job, limit_s=_ANSWER_S).stdout.split()
-        facts = dict(word.split("=", 1) for word in shown if "=" in word)
-        # 0:15 is a script that got SIGTERM; a cancelled job, or one that met its limit, has another reason
-        if facts.get("ExitCode", "").endswith(":9") and facts.get("Reason", "").startswith(_KILLED):
+        status, reason = _squeue(job, "-O", "exit_code:20,reason:80").split(maxsplit=1)
+        if status in _SIGKILL and reason.startswith(_KILLED):
             done = _run("scontrol", "requeue", job, limit_s=_ANSWER_S)
             print(f"the batch script was killed; scontrol requeue {job}: {done.stderr.strip() or 'done'}", flush=True)
+    except ValueError:
+        print("whether the batch script was killed is not known: squeue does not show its job", flush=True)
     except subprocess.TimeoutExpired as error:
         print(f"whether the batch script was killed is not known: {error}", flush=True)
 
@@ -139,12 +141,14 @@ def _avoided(job: str, exclude: Sequence[str]) -> str:
 
     Empty, too, where the user wants certain hosts or features, of which it is not known how many hosts have them.
     """
-    facts = dict(word.split("=", 1) for word in _shown("job", "-o", job) if "=" in word)
-    wanted, features, excluded = (facts.get(name) for name in ("ReqNodeList", "Features", "ExcNodeList"))
-    if wanted != _NONE or features != _NONE or excluded is None:  # nor where they are not known
+    try:
+        wanted, excluded, features = _squeue(job, "-o", "%n|%x|%f").strip().split("|", 2)
+    except (ValueError, subprocess.TimeoutExpired):
         return ""
-    own = _shown("hostnames", excluded) if excluded != _NONE else []
-    if not own and excluded != _NONE:  # what is set would take its place
+    if wanted not in _NONE or features not in _NONE:
+        return ""
+    own = _shown("hostnames", excluded) if excluded not in _NONE else []
+    if not own and excluded not in _NONE:  # what is set would take its place
         return ""
     avoided = {*own, *exclude}
     return ",".join(sorted(avoided)) if _others_suffice(avoided) else ""
@@ -157,6 +161,11 @@ def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedPro
     except FileNotFoundError:
         remedy = "not on PATH here; mount Slurm's programs into the container, or set slurm.container.host_python"
         return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {remedy}\n")
+
+
+def _squeue(job: str, *columns: str) -> str:
+    """Return columns of a job. `scontrol show job` also prints its name and comment, which could be any other field."""
+    return _run("squeue", "-h", "-r", "-t", "all", "-j", job, *columns, limit_s=_ANSWER_S).stdout
 
 
 def _shown(*what: str) -> list[str]:

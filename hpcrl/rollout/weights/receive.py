@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import httpx
 
 from hpcrl.data.weight_files import SUFFIX, PublishedWeights
 from hpcrl.errors import RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.bounded_answers import post
+from hpcrl.runtime.bounded_answers import BoundedClient, NoAnswer
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_token
 
 if TYPE_CHECKING:
@@ -62,11 +60,11 @@ class Receiver:
         try:
             for rank, url in enumerate(weights.senders):
                 self._receive_from(rank, url, weights.version, directory)
-        except (httpx.TransportError, RunError, RuntimeError) as error:
+        except (NoAnswer, RunError, RuntimeError) as error:
             for file in directory.glob(f"*{SUFFIX}"):
                 with suppress(FileNotFoundError):
                     file.unlink()
-            raise NotReceived(f"{error!r}" if isinstance(error, httpx.TransportError) else str(error)) from error
+            raise NotReceived(str(error)) from error
 
     def _receive_from(self, rank: int, url: str, version: int, directory: Path) -> None:
         import torch
@@ -108,8 +106,8 @@ class Receiver:
         """Return the answer of a rank; None where it does not have the pair."""
         sender, body = Sender(AttemptKey.of(self._token, name, self._attempt)), json.dumps(wanted).encode()
         headers = sender.headers("/weights", body)
-        with httpx.Client(trust_env=False) as http:
-            answer = post(http, f"{url}/weights", body, headers, self._stage_s)
+        with closing(BoundedClient()) as http:
+            answer = http.post(f"{url}/weights", body, headers, self._stage_s)
         if not sender.is_answer(headers[NONCE], answer.status, answer.content, answer.headers):
             raise RunError(f"what answers at {url} is no rank of the trainer of attempt {self._attempt}")
         if answer.status == _GONE:

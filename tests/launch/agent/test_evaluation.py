@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from hpcrl.config import Config
 from hpcrl.controller.evaluation import begin_evaluation
+from hpcrl.launch.agent import evaluation
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.requeue import evaluation as requeue_evaluation
 from hpcrl.launch.requeue.elastic import AGAIN
 from hpcrl.launch.requeue.evaluation import FAILED, describe_waiting, next_start, nothing_to_do, waiting_versions
 from hpcrl.observe.conclude import write_summary
@@ -86,6 +92,36 @@ def test_an_error_of_the_run_ends_an_element(tmp_path: Path) -> None:
     assert describe_waiting(run) == "v2: for job 12"
 
 
+def test_a_file_server_that_is_away_for_a_moment_costs_no_element(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    recorded = run.submission.read_text()
+    run.submission.unlink()
+    run.submission.mkdir()  # which nobody can read, root neither
+
+    def comes_back(_: float) -> None:
+        run.submission.rmdir()
+        write_text(run.submission, recorded)
+
+    monkeypatch.setattr(evaluation.time, "sleep", comes_back)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
+    assert evaluation.serve(run, 0, NodeContext(0, ["n1"], "11_0.0", 0, True), []) == 0
+    printed = capsys.readouterr().out
+    assert "waiting for the filesystem: " in printed
+    assert "nothing to do: the run has another pool" in printed
+
+
+def test_checkpoints_that_cannot_be_deleted_change_nothing_about_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, WORKS, "trainer.ckpt_keep_best=eval/all/avg_score")
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    write_text(run.starts, "damaged\n")
+    evaluation._delete_the_rest(run)
+    assert "checkpoints that only evaluations needed stay: " in capsys.readouterr().out
+
+
 def test_a_failure_of_its_own_does_not_end_an_element(tmp_path: Path) -> None:
     run = make_run(tmp_path, FAILS.replace("4)", "7)"), "slurm.replica_restarts=0")
     begin_evaluation(run, 2, 1)
@@ -101,6 +137,33 @@ def test_damaged_weights_are_passed_over(tmp_path: Path) -> None:
     assert describe_waiting(run) == "v2 (damaged, left out): for job 12"
     begin_evaluation(run, 2, 2)
     assert waiting_versions(run, 0) == [2], "another attempt may have trained it again"
+
+
+def test_a_version_at_which_the_job_fails_after_the_end_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job then starts once more, brings what there is to TensorBoard, and ends."""
+    run, starts = make_run(tmp_path, WORKS, "slurm.crash_budget=2"), list[str | None]()
+    monkeypatch.setattr(requeue_evaluation, "outlive_the_job", lambda: None)
+    monkeypatch.setattr(requeue_evaluation, "requeue_this_job", lambda **asked: starts.append(asked["start"]))
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", JOB)
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    for version in (2, 4):
+        begin_evaluation(run, version, 1)
+    for _ in range(3):  # the run goes on
+        assert requeue_evaluation.main(run, 7, FAILED) == 0
+    assert waiting_versions(run, 0) == [2, 4]
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    for waiting in ([2, 4], [4], [4], []):
+        assert requeue_evaluation.main(run, 7, FAILED) == 0
+        assert waiting_versions(run, 0) == waiting
+    assert describe_waiting(run) == "v2 (failed 2 times, left out), v4 (failed 2 times, left out): for job 12"
+    assert starts == ["now+7minutes"] * 7
+    assert requeue_evaluation.main(run, 7, FAILED) == 0
+    assert len(starts) == 7
+    assert "not queued again: finished" in capsys.readouterr().out
+    write_json(run.submission, json.loads(run.submission.read_text()) | {"evaluation": "13"})
+    assert waiting_versions(run, 0) == [2, 4], "`hpcrl resume` has submitted another job"
 
 
 def test_the_last_element_brings_scores_to_tensorboard(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.errors import RunError
+from hpcrl.launch.agent import pool
+from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.rundir.allocations import read_allocations
 from hpcrl.rundir.commit import write_json, write_text
@@ -58,7 +61,7 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) ->
 
 
 @contextmanager
-def element(run: Run, worker: str = f"rollout-{REPLICA}") -> Iterator[subprocess.Popen[bytes]]:
+def element(run: Run, worker: str = f"rollout-{REPLICA}", trouble_s: float = 60.0) -> Iterator[subprocess.Popen[bytes]]:
     environment = os.environ | {
         "SUBMITIT_EXECUTOR": "local",
         "SUBMITIT_LOCAL_JOB_ID": "1",
@@ -68,7 +71,10 @@ def element(run: Run, worker: str = f"rollout-{REPLICA}") -> Iterator[subprocess
         "SUBMITIT_LOCAL_WITH_SHELL": "0",
         "SLURM_ARRAY_JOB_ID": POOL,
     }
-    program = "import sys; from hpcrl.launch.agent.pool import main; main(sys.argv[1], sys.argv[2])"
+    program = (
+        "import sys; from hpcrl.launch.agent import patience; from hpcrl.launch.agent.pool import main; "
+        f"patience._TROUBLE_S = {trouble_s}; main(sys.argv[1], sys.argv[2])"
+    )
     command = [sys.executable, "-c", program, str(run.path), worker]
     with subprocess.Popen(command, env=environment) as process:
         try:
@@ -106,6 +112,35 @@ def test_an_element_serves_attempt_after_attempt_until_the_run_ends(tmp_path: Pa
         assert process.wait(30) == 0
     assert gone(second)
     assert not list(run.endpoints.glob("rendezvous-*")), "it took itself for the first node of the run"
+
+
+def test_a_file_server_that_is_away_for_a_moment_costs_no_element(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    run.submission.unlink()
+    run.submission.mkdir()  # which nobody can read, root neither
+
+    def comes_back(_: float) -> None:
+        run.submission.rmdir()
+        record(run, pool="10")
+
+    monkeypatch.setattr(pool.time, "sleep", comes_back)
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", POOL)
+    assert pool._serve(run, NodeContext(0, ["n1"], "9_0.0", 0, True), "rollout-2", [], None) == 0
+    printed = capsys.readouterr().out
+    assert "waiting for the filesystem: " in printed
+    assert "nothing to do: the run has another pool" in printed
+
+
+def test_no_worker_outlives_an_element_whose_file_server_stays_away(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    with element(run, trouble_s=0.5) as process:
+        worker = serving(run, 1)
+        run.outcome(1).mkdir(parents=True)
+        assert process.wait(60) == RunError.exit_code
+    assert gone(worker)
 
 
 def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path) -> None:

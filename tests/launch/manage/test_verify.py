@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
 from hpcrl.data.cache_files import turn_file
 from hpcrl.data.group_file import read_group
-from hpcrl.data.weight_files import WeightFile, check_weights, weight_facts
+from hpcrl.data.weight_files import WeightFile, check_export, check_weights, weight_facts
 from hpcrl.errors import CommitError, DataError, HpcrlError
 from hpcrl.launch.manage.verify import PARTS
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.checkpoints import newest_usable
 from hpcrl.rundir.checksums import note_checksums, require_unchanged
-from hpcrl.rundir.commit import begin, committed_directory, finish, write_json, write_text
+from hpcrl.rundir.commit import begin, committed_directory, finish, listing, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.ledger import Attempt, Outcome, open_attempt, read_outcomes, report_outcome, require_attempts
 from hpcrl.rundir.starts import note, read_starts, require_starts
@@ -38,13 +39,26 @@ CHECKPOINT = 3
 
 
 def publish(run: Run, version: int) -> None:
-    tensors = {f"layer.{number}": torch.full((64, 8), float(version + number)) for number in range(3)}
-    directory = begin(run.weights_of(version), 1)
+    write_weights(run.weights_of(version), version, version=version)
+
+
+def export(run: Run, step: int) -> Path:
+    """Commit an export, as the trainer does, and return it."""
+    write_weights(run.export(step), step, {"config.json": "{}"}, step=step)
+    return run.export(step)
+
+
+def write_weights(target: Path, seed: int, others: Mapping[str, str] = MappingProxyType({}), **facts: int) -> None:
+    tensors = {f"layer.{number}": torch.full((64, 8), float(seed + number)) for number in range(3)}
+    directory = begin(target, 1)
     file = WeightFile(directory / "model.safetensors", {name: value.to("meta") for name, value in tensors.items()})
     digests = {name: file.write(name, tensor) for name, tensor in tensors.items()}
     file.close()
     files = {"model.safetensors": {"size": (directory / "model.safetensors").stat().st_size}}
-    finish(run.weights_of(version), 1, files=files, version=version, **weight_facts(digests, None))
+    for name, text in others.items():
+        write_text(directory / name, text)
+    files |= listing(directory, lambda path: path.name in others)
+    finish(target, 1, files=files, **facts, **weight_facts(digests, None))
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +270,19 @@ def test_no_damage_changes_training_without_a_word(
         assert after.checkpoint[0] == "s000001"
         assert after.used == set(range(10))
         assert len(after.composed) == 4
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_of_an_export_is_found(tmp_path: Path, name: str) -> None:
+    path = export(Run(tmp_path / "project" / "mine"), 4)
+    check_export(path)
+    content = bytearray((path / name).read_bytes())
+    content[-1] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(CommitError, match=r"config.json: checksum differs|other tensors than were exported: layer.2"):
+        check_export(path)
+    (part,) = (part for part in PARTS if part.what == "exports")
+    assert len([*part.damaged(Run(tmp_path / "project" / "mine"))]) == 1
 
 
 def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_who_is_not_sent_to_is_told_why(tmp_path: Path) -> None:
         (published(3, url), "has version 4, and not 3"),
         (published(4, url, attempt=2), "attempt 2 published it"),
         (published(4), "the trainer sends nothing"),
-        (published(4, "http://127.0.0.1:9"), "ConnectError"),
+        (published(4, "http://127.0.0.1:9"), "refused"),
     ):
         began = time.monotonic()
         with pytest.raises(NotReceived, match=why):
@@ -166,7 +166,7 @@ def test_a_host_that_is_silent_costs_a_stage(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as listener:
         url = f"http://{HOST}:{listener.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(NotReceived, match="ReadTimeout"):
+        with pytest.raises(NotReceived, match="no whole answer"):
             Receiver(run_with(tmp_path, "secret"), 1, False, HOST, 1.0).receive(published(4, url), tmp_path)
         assert time.monotonic() - began < 10
 
