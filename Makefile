@@ -21,6 +21,7 @@ ENGINE    ?= transformers
 LEROBOT_PYTHON ?= python3.12
 TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
+FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test learn trackers agents lerobot kernels vision released faults soak fuzz check format slurm egl chromium npm
@@ -78,7 +79,7 @@ kernels: $(VENV)/installed
 # Scenarios run several at a time in one process, and the others beside each other as those of `make test`.
 faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults
-	$(BIN)/pytest -m "faults_slow and not slow" -n 2 --no-loadscope-reorder --ignore tests/faults
+	$(BIN)/pytest -m "faults_slow and not slow" -n 2 --no-loadscope-reorder $(FAULTS)
 
 soak: $(VENV)/installed slurm
 	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/faults/test_goodput.py tests/jobs/test_growth.py
