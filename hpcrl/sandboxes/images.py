@@ -119,8 +119,9 @@ class ImageStore:
                 image = self.find(name)
             except RunError:  # of a damaged record nobody knows the archive; adding it again replaces both
                 return self._record(name).unlink()
+            others = {other.digest for other in self.list() if other.name != name}  # before anything is removed
             self._record(name).unlink()
-            if image.digest not in {other.digest for other in self.list()}:
+            if image.digest not in others:
                 self.archive(image).unlink(missing_ok=True)
             return None
 

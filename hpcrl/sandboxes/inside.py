@@ -52,8 +52,9 @@ Message = Mapping[str, Any]
 
 def main() -> None:
     """Prepare a sandbox as the first message asks, and answer requests in it."""
-    _libc.prctl(_PDEATHSIG, signal.SIGKILL)
-    owner = socket.socket(fileno=os.dup(0))
+    owner = socket.socket(
+        fileno=os.dup(0)
+    )  # its end is the end; _PDEATHSIG would be that of the thread which began this
     settings, descriptors = receive(owner)
     try:
         upper = _prepare(settings, descriptors)
@@ -242,9 +243,9 @@ def _memory_used() -> int:
     """Return the bytes of memory of all processes but this one; what several share counts for each."""
     used = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/status") as file:
+        with suppress(OSError), open(f"/proc/{name}/status", "rb") as file:  # a name need not be text
             used += sum(
-                int(line.split()[1]) for line in file if line.startswith(("RssAnon", "RssShmem")) and name != "1"
+                int(line.split()[1]) for line in file if line.startswith((b"RssAnon", b"RssShmem")) and name != "1"
             )
     return used << 10
 

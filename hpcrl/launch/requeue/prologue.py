@@ -139,7 +139,9 @@ def main(element_list: Path, most: Sequence[str]) -> int:
         if not patiently(lambda: resumes(run)):  # there is no second attempt to wait for
             return NOTHING_TO_DO
         outlive_the_job()
-        requeue_this_job(start=None, exclude=(), after=owner)
+        allowed = patiently(takeover.allowed_at) if takeover.takes_part else None
+        start_at = _slurm_time(allowed) if allowed else None
+        requeue_this_job(start=start_at, exclude=(), after=None if allowed else owner)
         return 1
     if why := patiently(lambda: over(run, start)):
         print(f"nothing to do: {why}", flush=True)
@@ -148,9 +150,12 @@ def main(element_list: Path, most: Sequence[str]) -> int:
     set_dependency(patiently(lambda: [other for other in other_jobs(run, job) if other not in larger]), after=job)
     if larger:
         allowed = patiently(takeover.allowed_at)
-        not_before = datetime.fromtimestamp(allowed).isoformat(timespec="seconds") if allowed else None
-        set_dependency(larger, after=None, start=not_before)
+        set_dependency(larger, after=None, start=_slurm_time(allowed) if allowed else None)
     return 0
+
+
+def _slurm_time(unix: float) -> str:
+    return datetime.fromtimestamp(unix).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

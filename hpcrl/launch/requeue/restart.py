@@ -61,7 +61,8 @@ def measure_attempt(run: Run, attempt: Attempt) -> AttemptMeasures | None:
     """Return the measures of an attempt; None while it has trained too few steps."""
     paces, nodes = dict[int, float](), len(attempt.hosts)
     for pace in pace_by_layout(run):
-        if pace.nodes != nodes or pace.sizes == attempt.sizes:
+        alike = pace.sizes.get(GPUS) == attempt.sizes.get(GPUS)
+        if alike and (pace.nodes != nodes or pace.sizes == attempt.sizes):
             paces[pace.nodes] = min(pace.seconds, paces.get(pace.nodes, pace.seconds))
     newest = last_records(run, "trainer", STEP_SECONDS, lambda _: True)
     first = first_record(run, "trainer", STEP_SECONDS, lambda record: record.attempt == attempt.number)

@@ -9,6 +9,7 @@ from typing import Any
 
 import tomli
 
+from hpcrl.errors import RunError
 from hpcrl.launch.requeue.growth import grew_lately
 from hpcrl.launch.requeue.requests import recorded_requests
 from hpcrl.launch.requeue.requeue import claimed_start
@@ -43,6 +44,11 @@ class Takeover:
         """Seconds within which an attempt saves."""
         return float(self._slurm["signal_seconds"]) if self._most else 0.0
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether this job may take the run over, or have it taken over."""
+        return self._job in self._most
+
     def larger(self) -> list[str]:
         """Return the jobs that may take the run over from this one."""
         return [
@@ -51,7 +57,12 @@ class Takeover:
 
     def allowed_at(self) -> float | None:
         """Return the Unix time from which the run may grow again; None: it may now."""
-        before, every_s = read_growth(self._run), 60.0 * (self._slurm["grow_minutes"] or 0)
+        try:
+            before = read_growth(self._run)
+        except RunError as error:  # a damaged record is not worth an attempt
+            print(f"when the run grew last is not known: {error}", flush=True)
+            return None
+        every_s = 60.0 * (self._slurm["grow_minutes"] or 0)
         return before.time + every_s if before and grew_lately(time.time(), before.time, every_s) else None
 
     def begins(self, start: str) -> bool:

@@ -175,7 +175,7 @@ def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
         for name, one in slurm.requests.items()
     }
     asked = {name: slurm.asked_by(name) for name in layouts}
-    gpus = {name: (one.gpu_memory_gb, one.gpus) for name, one in asked.items()}
+    gpus = {name: (one.gpu_memory_gb, one.gpus_per_node) for name, one in asked.items()}
     executors = dict[str, ArrayExecutor]()
     for name, own in layouts.items():
         # on other GPUs a run has other layouts, and steps of another length

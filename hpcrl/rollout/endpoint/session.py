@@ -150,7 +150,7 @@ class Session:
         self.failure: EngineError | RefusedRequestError | None = None
         self.score: Future[Turn] | None = None
         self.ended = threading.Event()
-        self._named = dict[str, list[dict[str, Any]]]()
+        self._named = dict[str, tuple[list[dict[str, Any]], int]]()  # conversations, and their size
         self._begun = self._open = self.held = 0
         self._running = set[asyncio.Task[Any]]()
         self._allowed, self._counted = AT_ONCE, time.monotonic()
@@ -238,11 +238,13 @@ class Session:
         if before is None:
             raise Declined(400, "previous_response_not_found", f"this sample has no response {request.previous!r:.80}")
         messages, at = request.messages or [], request.instructions
-        return replace(request, messages=[*messages[:at], *before, *messages[at:]])
+        conversation, size = before
+        return replace(request, messages=[*messages[:at], *conversation, *messages[at:]], size=request.size + size)
 
     def remember(self, name: str, request: Request, answer: SessionAnswer) -> None:
         """Keep the conversation of an answer for requests that name it."""
-        self._named[name] = [*(request.messages or [])[request.instructions :], answer.messages[0]]
+        conversation = [*(request.messages or [])[request.instructions :], answer.messages[0]]
+        self._named[name] = conversation, request.size + len(str(answer.messages[0]))
 
     def expect_score(self) -> Future[Turn]:
         """Accept a score over HTTP with the sample's key; as of `Endpoint`."""

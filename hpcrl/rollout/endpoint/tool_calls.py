@@ -62,5 +62,14 @@ def _read(text: str) -> Call | None:
 def _checked(value: Any) -> Call | None:
     name, arguments = (value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else (None, None)
     readable = isinstance(name, str) and name.isprintable() and isinstance(arguments, dict)
-    readable = readable and not is_too_deep(arguments)
+    readable = readable and not is_too_deep(arguments) and _is_json(arguments)
     return {"name": name, "arguments": arguments} if readable else None
+
+
+def _is_json(arguments: dict[str, Any]) -> bool:
+    """Return whether other programs read the arguments: neither NaN nor half a character is JSON in UTF-8."""
+    try:
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True

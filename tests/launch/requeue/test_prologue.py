@@ -270,6 +270,38 @@ def test_larger_requests_wait_on_in_the_queue(growing: Run, tmp_path: Path, late
     assert (tmp_path / "called").read_text().endswith("scontrol update JobId=8_0 Dependency=afterany:7_0\n")
 
 
+def test_a_larger_request_that_starts_too_soon_comes_back_when_the_run_may_grow(growing: Run, tmp_path: Path) -> None:
+    """It does not wait for the end of the smaller one."""
+    train(growing, 12, total=212)
+    now = time.time()
+    write_growth(growing, GrowthRecord(1, now - 600, 3, "8_0"))
+    write_json(tmp_path / "elements.json", [str(growing.path)])
+    nodes = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NUM_NODES": "4"}
+    words = [
+        sys.executable,
+        "-m",
+        "hpcrl.launch.requeue.prologue",
+        str(tmp_path / "elements.json"),
+        "large=4",
+        "small=2",
+    ]
+    with subprocess.Popen(words, env={**os.environ, **nodes}, stdout=subprocess.DEVNULL) as process:
+        called, deadline = tmp_path / "called", time.monotonic() + 60
+        while (not called.exists() or called.read_text().count("\n") < 2) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.kill()
+    start = datetime.fromtimestamp(now + 3000).isoformat(timespec="seconds")
+    assert called.read_text() == f"scontrol requeue 7_0\nscontrol update JobId=7_0 StartTime={start}\n"
+
+
+def test_a_damaged_record_of_growth_ends_no_job(growing: Run, tmp_path: Path) -> None:
+    growing.growth.parent.mkdir(exist_ok=True)
+    growing.growth.write_text("{garb")
+    give_back(growing, "8_0.0")
+    done = begin(growing, tmp_path, "8", "large=4", "small=2")
+    assert (done.returncode, "when the run grew last is not known" in done.stdout) == (0, True), done
+
+
 def test_a_run_that_never_resumes_has_one_start(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm would refuse to requeue a job that was submitted with --no-requeue."""
     write_text(run.config, CONFIG.replace("latest", "none"))
