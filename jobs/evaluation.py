@@ -60,7 +60,7 @@ def main(path: str, element: int) -> None:
 
         parent = weight_copy_dir(config.generator.inference_engine)
         copies = stack.enter_context(closing(NodeCopies(parent, run, attempt))) if parent else None
-        _, prompts = load_prompts(config, status)
+        _, prompts, _ = load_prompts(config, status)
         loaded = load_generator(run, config, config.trainer.multi_modal_log_interval)
         start_s = config.generator.inference_engine.start_timeout_seconds
         engine.wait_ready(start_s, lambda: status.write("starting engine"))

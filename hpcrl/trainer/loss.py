@@ -74,9 +74,12 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
         if corrected:
             correction = correct(tokens, algorithm.off_policy_correction)
             loss_P, metrics = correction.of(loss_P), metrics | correction.sums
-        if batch.selected is not None:
-            loss_P = torch.where(batch.selected > 0, loss_P, 0.0)
-            metrics = metrics | {"selected": batch.selected.sum()}
+        if (
+            algorithm.top_entropy_quantile < 1
+        ):  # ranks add up their metrics: those of a micro-batch without rows are the same
+            selected_P = mask_P if batch.selected is None else batch.selected
+            loss_P = torch.where(selected_P > 0, loss_P, 0.0)
+            metrics = metrics | {"selected": selected_P.sum()}
         policy = weighted_sum(loss_P, batch.weights)
         loss, taught = policy, dict[str, torch.Tensor]()
         if divergence_P is not None and distillation is not None:

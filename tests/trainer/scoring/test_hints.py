@@ -154,6 +154,17 @@ def test_the_loss_has_the_divergence_where_there_is_a_teacher() -> None:
     assert idle.keys() == sums.keys()
 
 
+@pytest.mark.parametrize("quantile", [1.0, 0.2])
+def test_a_micro_batch_without_rows_has_the_metrics_of_the_others(quantile: float) -> None:
+    """Also where only tokens of high entropy count."""
+    algorithm = AlgorithmConfig(use_kl_loss=False, top_entropy_quantile=quantile)
+    idle, ones = idle_micro_batch(), torch.ones(1)
+    full = replace(idle, loss_mask=ones, selected=ones if quantile < 1 else None)
+    objective = build_objective(algorithm, None)
+    (_, found), (_, expected) = (objective(batch, torch.zeros(1), torch.zeros(1)) for batch in (idle, full))
+    assert found.keys() == expected.keys()
+
+
 def test_the_average_follows_the_policy(run: Run, tmp_path: Path, alone: World, model_path: Path) -> None:
     scenarios.averaged(alone, options(run, model_path, tmp_path / "found"))
     found = load_file(tmp_path / "found")
