@@ -84,7 +84,7 @@ def test_the_policy_loss_counts_the_selected_tokens_and_other_terms_count_all() 
     logprobs_P = joined(samples, "logprobs").requires_grad_()
 
     def gradient(selected: torch.Tensor | None, **settings: float) -> torch.Tensor:
-        algorithm = {"policy_loss_type": "dro", "use_kl_loss": bool(settings), **settings}
+        algorithm = {"policy_loss_type": "dro", "use_kl_loss": bool(settings), "top_entropy_quantile": 0.3, **settings}
         objective = build_objective(build(AlgorithmConfig, algorithm))
         loss, _ = objective(replace(batch, selected=selected), logprobs_P, joined(samples, "entropies"))
         return torch.autograd.grad(loss, logprobs_P)[0]
