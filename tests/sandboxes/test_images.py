@@ -25,7 +25,7 @@ from hpcrl.sandboxes.sources import sif_command
 from hpcrl.sandboxes.trees import TreeBounds
 
 Entry = tuple[str, str | bytes, Mapping[str, Any]]
-SETTINGS = {"Env": ["PATH=/opt/bin:/bin", "LANG=C"], "WorkingDir": "/work"}
+SETTINGS = {"Env": ["PATH=/opt/bin:/bin", "LANG=C"], "WorkingDir": "/srv"}
 
 
 def entry(name: str, content: str | bytes = b"", **fields: Any) -> Entry:
@@ -159,7 +159,7 @@ def test_every_source_gives_the_same_files(store: ImageStore, tmp_path: Path, ki
     assert not (tree / "shared").samefile(tree / "same")
     assert (tree / "etc" / "two").stat().st_mtime == 1_000_000
     if kind != "directory":
-        assert (image.kind, image.directory) == (kind.partition(".")[0], "/work")
+        assert (image.kind, image.directory) == (kind.partition(".")[0], "/srv")
         assert image.environment == {"PATH": "/opt/bin:/bin", "LANG": "C"}
 
 
