@@ -44,8 +44,7 @@ def assert_nothing_lost(
     assert_ended(scenario, run, kind)
     trained = trained_groups(run)
     assert len(trained) >= steps, f"{len(trained)} batches of {steps}\n{scenario.report(run)}"
-    groups = Counter(group for step in trained for group in step)
-    assert groups == Counter(f"g{index:08d}" for index in range(len(trained) * BATCH)), "each group once"
+    assert_groups_once(run, len(trained) * BATCH)
     if kind == "done":
         assert len(trained) == steps
     assert_commits_load(run, steps)
@@ -55,6 +54,13 @@ def assert_nothing_lost(
             wanted = {step: value for step, value in expected.items() if step <= steps}
             found = {step: value for step, value in curve(run, name).items() if step in wanted}
             assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6), f"{name} differs"
+
+
+def assert_groups_once(run: Run, count: int | None = None) -> None:
+    """Assert that a run has trained the first `count` groups, each once; None: as many as it has trained."""
+    groups = Counter(group for step in trained_groups(run) for group in step)
+    expected = Counter(f"g{index:08d}" for index in range(len(groups) if count is None else count))
+    assert groups == expected, "each group once"
 
 
 def assert_commits_load(run: Run, newest: int) -> None:

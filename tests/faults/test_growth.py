@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import pytest
 
 from hpcrl.rundir.growth import read_growth
 from hpcrl.rundir.ledger import outcome_of, read_attempts
-from tests.faults.history import assert_nothing_lost, assert_reported_once, last_trained
+from tests.faults.history import assert_groups_once, assert_nothing_lost, assert_reported_once, last_trained
 from tests.faults.scenario import Scenario
 from tests.faults.test_ranges import NODES, PATIENCE_S, drained, reach
-from tests.jobs.small_run import trained_groups
 
 
 @pytest.mark.nodes(3)
@@ -37,8 +35,7 @@ def test_a_run_goes_on_with_more_nodes_once_they_are_idle(scenario: Scenario) ->
     reach(scenario, run, last_trained(run) + 3)
     assert "run: cancelled" in scenario.told("cancel", run.name)
     assert len(read_attempts(run)) == 2, "not twice within the hour"
-    groups = Counter(group for step in trained_groups(run) for group in step)
-    assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
+    assert_groups_once(run)
     assert_reported_once(run)
 
 
@@ -65,8 +62,7 @@ def test_a_trainer_that_waits_gives_a_node_to_generation(scenario: Scenario) -> 
         assert "policy_num_nodes 1, num_engines 2; the trainer waited" in scenario.told(command, run.name)
     assert "run: cancelled" in scenario.told("cancel", run.name)
     assert len(read_attempts(run)) == 2, "not twice within the hour"
-    groups = Counter(group for step in trained_groups(run) for group in step)
-    assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
+    assert_groups_once(run)
     assert_reported_once(run)
 
 
@@ -102,8 +98,7 @@ def test_a_larger_request_takes_the_run_over(scenario: Scenario) -> None:
     scenario.wait(lambda: len(read_attempts(run)) == 3, "either request", PATIENCE_S, run)
     reach(scenario, run, last_trained(run) + 2)
     assert "run: cancelled" in scenario.told("cancel", run.name)
-    groups = Counter(group for step in trained_groups(run) for group in step)
-    assert groups == Counter(f"g{index:08d}" for index in range(len(groups))), "each group once"
+    assert_groups_once(run)
     assert_reported_once(run)
 
 

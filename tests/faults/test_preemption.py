@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import (
     assert_commits_load,
     assert_ended,
+    assert_groups_once,
     assert_nothing_lost,
     assert_reported_once,
     last_saved,
     last_trained,
 )
 from tests.faults.scenario import START_S, Scenario, fault, in_first_attempt
-from tests.jobs.small_run import curve, trained_groups
+from tests.jobs.small_run import curve
 from tests.paths import CONFIGS
 from tests.processes import processes_of, send
 
@@ -406,8 +406,7 @@ def loses_its_worker_and_its_nodes(scenario: Scenario, config: str, settings: Se
         assert_ended(scenario, one)
         assert_reported_once(one)
         assert_commits_load(one, FAMILY_STEPS)
-        trained = Counter(group for step in trained_groups(one) for group in step)
-        assert trained == Counter(f"g{index:08d}" for index in range(FAMILY_STEPS * GROUPS)), "each group once"
+        assert_groups_once(one, FAMILY_STEPS * GROUPS)
     for name in ("policy/final_loss", "policy/grad_norm", "reward/avg_raw_reward"):
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-4, abs=1e-6), name
 

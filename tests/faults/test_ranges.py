@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
-from tests.faults.history import CURVES, assert_ended, assert_reported_once, last_trained
+from tests.faults.history import CURVES, assert_ended, assert_groups_once, assert_reported_once, last_trained
 from tests.faults.scenario import Scenario
 from tests.faults.test_preemption import trained_rows
-from tests.jobs.small_run import curve, trained_groups
+from tests.jobs.small_run import curve
 from tests.paths import CONFIGS
 
 NODES = "trainer.placement.policy_num_nodes"
@@ -47,8 +46,7 @@ def test_groups_are_trained_once_with_the_losses_of_a_fixed_run(scenario: Scenar
     whole = scenario.submit({**settings, **sizes, NODES: 2}, name="whole", pinned=False)
     wait_for_end(scenario, whole)
     assert_same(run, whole, CURVES)
-    groups = Counter(group for step in trained_groups(run) for group in step)
-    assert groups == Counter(f"g{index:08d}" for index in range(STEPS * GROUPS)), "each group once"
+    assert_groups_once(run, STEPS * GROUPS)
 
 
 @pytest.mark.nodes(4)

@@ -13,17 +13,11 @@ import pytest
 
 from hpcrl.envs.sandbox import seccomp
 from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
+from tests.envs.sandbox.material import CALL
 from tests.sandboxes.material import PATIENCE_S
 
 Start = Callable[..., Sandbox]
 
-_PRELUDE = """
-import ctypes, errno, os
-libc = ctypes.CDLL(None, use_errno=True)
-def call(name, *given):
-    if getattr(libc, name)(*given) < 0:
-        raise OSError(ctypes.get_errno(), name)
-"""
 _OUTCOMES = """
 import errno, json
 KINDS = {errno.EPERM: "refused", errno.EACCES: "refused", errno.EROFS: "refused", errno.ENOSYS: "refused", errno.ENOENT: "hidden", errno.ESRCH: "hidden"}
@@ -41,7 +35,7 @@ def python(sandbox: Sandbox, code: str, seconds: float = PATIENCE_S) -> Output:
 
 
 def outcomes(sandbox: Sandbox, codes: Mapping[str, str]) -> dict[str, str]:
-    tried = {name: _PRELUDE + code for name, code in codes.items()}
+    tried = {name: CALL + code for name, code in codes.items()}
     ran = python(
         sandbox,
         f"{_OUTCOMES}\nfor name, code in {tried!r}.items(): print(json.dumps([name, outcome(code)]), flush=True)",

@@ -6,6 +6,15 @@ import subprocess
 
 import pytest
 
+CALL = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *given):
+    if getattr(libc, name)(*given) < 0:
+        raise OSError(ctypes.get_errno(), name)
+"""
+"""Code of `call`, which calls a function of libc by its name and raises its error."""
+
 _COMMAND = ["unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
 
 

@@ -17,7 +17,7 @@ import pytest
 from hpcrl.envs.sandbox import landlock, seccomp
 from hpcrl.envs.tools import python as python_program
 from hpcrl.envs.tools.python import lacking, run_python
-from tests.envs.sandbox.material import without_namespaces
+from tests.envs.sandbox.material import CALL, without_namespaces
 
 pytestmark = pytest.mark.skipif(not seccomp.available(), reason="no seccomp")
 
@@ -27,13 +27,6 @@ HIDDEN = "hidden"  # ENOENT: it is not there
 HELD = "held"  # a limit holds
 DONE = "done"
 
-_PRELUDE = """
-import ctypes, errno, os
-libc = ctypes.CDLL(None, use_errno=True)
-def call(name, *given):
-    if getattr(libc, name)(*given) < 0:
-        raise OSError(ctypes.get_errno(), name)
-"""
 
 _OUTCOMES = """
 import errno
@@ -66,7 +59,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def outcomes(codes: Mapping[str, str]) -> dict[str, str]:
     """Run programs one after the other in one process and return what came of each."""
-    tried = {name: _PRELUDE + code for name, code in codes.items()}
+    tried = {name: CALL + code for name, code in codes.items()}
     ran = run_python(
         f"{_OUTCOMES}\nimport json\nfor name, code in {tried!r}.items():\n    print(json.dumps([name, outcome(code)]), flush=True)",
         PATIENCE_S,
