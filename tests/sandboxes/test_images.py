@@ -307,6 +307,9 @@ def test_a_damaged_record_is_named_and_can_be_removed(
     root = ["--root", str(tmp_path / "runs")]
     assert main(["image", "ls", *root]) == 5
     assert f"{record} is damaged" in capsys.readouterr().err
+    other = store.add("other", source)
+    assert main(["image", "rm", "other", *root]) == 5, "whether its archive is that of the damaged one is not known"
+    assert store.find("other") == other
     assert main(["image", "rm", "tiny", *root]) == 0
     assert main(["image", "add", "tiny", str(source), *root]) == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,23 @@ def test_a_program_runs_as_root_of_its_own_files(start: Start, image: Path) -> N
     assert shell(one, "kill -9 $$").code == 128 + 9
     missing = one.run(["nothing"], PATIENCE_S)
     assert (missing.code, missing.stderr) == (127, b"nothing: No such file or directory\n")
+
+
+def test_names_of_processes_need_not_be_text(start: Start) -> None:
+    """The kernel cuts them in the middle of a character, and what looks at their memory reads them."""
+    one = start()
+    one.write("/tmp/программа.sh", b"#!/bin/sh\nsleep 1.5\n", 0o755)
+    assert one.run(["/tmp/программа.sh"], PATIENCE_S).code == 0
+    assert shell(one, "echo on").stdout == b"on\n"
+
+
+def test_a_sandbox_outlives_the_thread_that_began_it(start: Start) -> None:
+    begun = list[Sandbox]()
+    thread = threading.Thread(target=lambda: begun.append(start()))
+    thread.start()
+    thread.join()
+    time.sleep(0.2)  # a signal would come at the thread's end
+    assert shell(begun[0], "echo on").stdout == b"on\n"
 
 
 def test_output_is_streamed_and_input_is_read(start: Start) -> None:

@@ -194,7 +194,7 @@ def _slurm_executor(
     """Return the executor of one request. All elements share one batch script, made from the first.
 
     Args:
-        most: nodes that each request for as many GPUs of the same memory asks for at most.
+        most: nodes that each request for the same GPUs asks for at most.
     """
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]

@@ -66,7 +66,7 @@ def _checked(value: Any) -> Call | None:
     return {"name": name, "arguments": arguments} if readable else None
 
 
-def _is_json(arguments: dict[str, Any]) -> bool:
+def _is_json(arguments: Any) -> bool:
     """Return whether other programs read the arguments: neither NaN nor half a character is JSON in UTF-8."""
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()

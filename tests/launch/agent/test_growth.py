@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.config.sizes import GPUS
 from hpcrl.launch.agent.growth import GrowthWatch
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.layouts import AttemptLayout
@@ -158,14 +159,14 @@ def test_no_more_nodes_are_looked_for_than_the_request_asks_for(run: Run) -> Non
 def test_seconds_per_step_by_layout(run: Run) -> None:
     """Of other nodes those of the fastest layout count for growth, and of its own nodes those of the attempt's."""
     assert pace_by_layout(run) == [Pace(2, {NODES: 1}, 60.0)]
-    others = [(2, {NODES: 2}, 30.0), (3, {NODES: 1}, 50.0), (3, {NODES: 2}, 40.0)]
+    others = [(2, {NODES: 2}, 30.0), (3, {NODES: 1}, 50.0), (3, {NODES: 2}, 40.0), (3, {NODES: 2, GPUS: 8}, 20.0)]
     for number, (nodes, sizes, pace) in enumerate(others, 2):
         open_attempt(run, f"7_0.{number}", ["n1", "n2", "n3"][:nodes], sizes)
         train(run, number, 6 * number + 1, pace)
     assert pace_by_layout(run) == [Pace(2, {NODES: 1}, 60.0), *(Pace(*other) for other in others)]
     measures = measure_attempt(run, read_attempts(run)[0])
     assert measures
-    assert measures.step_s == {2: 60.0, 3: 40.0}
+    assert measures.step_s == {2: 60.0, 3: 40.0}, "without the nodes that have another number of GPUs"
 
 
 def train(run: Run, attempt: int, first: int, pace: float) -> None:

@@ -35,6 +35,8 @@ DEEP = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + 
         (f"{CALL} <tool_call>nonsense</tool_call>", None, []),
         ('<tool_call>{"name": 3}</tool_call>', None, []),
         ('<tool_call>{"name": "\\ud800"}</tool_call>', None, []),
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', None, []),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', None, []),
         ('<tool_call>{"name": "add", "arguments": "1 2"}</tool_call>', None, []),
         ("<tool_call>[" + "[" * 5000 + "</tool_call>", None, []),
         ('<tool_call>{"name": "add"}', None, []),
