@@ -185,7 +185,7 @@ def with_drafts(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=lambda text: Path(text).resolve(), help="its folder")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)

@@ -309,6 +309,11 @@ TUNINGS: Sequence[Tuning] = (
         f"1.3 times the tokens/s at 16,384, 1.5 at 65,536; 0.84 where lengths are uneven ([figures]({_FIGURES}#one-gpu))",
     ),
     Tuning(
+        '[`generator.inference_engine.speculative.method = "ngram"`](engines.md#drafts)',
+        "vLLM, answers repeat parts of their prompts, and few are generated at a time",
+        f"1.5 times the tokens/s where answers repeat the prompt, on a CPU ([figures]({_FIGURES}#drafts))",
+    ),
+    Tuning(
         "[`generator.inference_engine.full_weights_interval`](weights.md)",
         "engines wait for weights: the filesystem is slow, learning rates are small",
         f"3 % of a version's bytes where 1.5 % of the elements change ([figures]({_FIGURES}#weight-updates))",
