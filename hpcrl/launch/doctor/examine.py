@@ -35,6 +35,7 @@ from hpcrl.launch.doctor.node_findings import (
 )
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
 from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, link_finding, measure_delays, visibility_finding
+from hpcrl.launch.setup_lines import recorded_setup
 from hpcrl.rundir.layout import OTHER_ROOTS
 
 _ANSWER_S = 60.0
@@ -200,7 +201,9 @@ def _srun(probes: Sequence[Path], slurm: SlurmConfig, gpus: bool, wait_s: int) -
     options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
     options += [_GPU[slurm.gpu_option]] if gpus else []
     starter = Starter.of(slurm, sorted({os.path.realpath(probe.parent) for probe in probes}), gpus)
-    setup = [] if starter.srun else slurm.setup  # what srun starts in a container has no place outside to run it
+    setup = (
+        [] if starter.srun else recorded_setup(slurm.setup)
+    )  # what srun starts in a container has no place outside to run it
     run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(probes[0]))}"
     command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
     job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.backend import backends
+from hpcrl.launch.setup_lines import failed_setup
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.gpu_memory import nvidia_smi
 from hpcrl.runtime.numa import numa_nodes
@@ -97,6 +98,7 @@ def facts(
         "nsys": shutil.which("nsys"),
         "containers": [name for name in CONTAINERS if shutil.which(name)],
         "path": os.environ.get("PATH", ""),
+        "failed_setup": failed_setup(),
     }
 
 

@@ -77,6 +77,9 @@ def findings_of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Fin
         filesystem_finding(name, place, host, purpose.disk_needs.get(name)) for name, place in facts["places"].items()
     )
     yield from _limits(facts)
+    if facts["failed_setup"]:
+        remedy = 'the job goes on without it; where bash does not find `module`, begin slurm.setup with "source /etc/profile"'
+        yield warning("slurm.setup", f"{facts['failed_setup']} failed on {host}", remedy)
     if purpose.named:
         yield _network(facts)
     if purpose.requeues and not facts["scontrol"]:

@@ -34,6 +34,7 @@ from hpcrl.launch.pools import ROLLOUT, Pool, elastic_pools
 from hpcrl.launch.requeue.prologue import NOTHING_TO_DO
 from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE, BATCH_SHELL, HERE, LEAST_NODES
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
+from hpcrl.launch.setup_lines import recorded_setup
 from hpcrl.launch.sharing import umask_of
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.launch.submit.requests import layouts_of_request, working_layouts
@@ -160,7 +161,7 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
         f"export {BATCH_SHELL}=$$",
         f"export {STARTED}=${{SLURM_JOB_START_TIME:-$(date +%s)}}",
         *(["export PYTHONNOUSERSITE=1"] if config.slurm.container.kind != "none" else []),  # the home is seen inside
-        *config.slurm.setup,
+        *recorded_setup(config.slurm.setup),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
     ]
 

@@ -191,7 +191,7 @@ def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]
 def test_limits_and_network() -> None:
     well: dict[str, Any] = {
         "host": "n1", "address": "10.0.0.1", "places": {}, "cores": [8, 64], "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
-        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "containers": ["enroot"], "path": "/bin", "abandoned": [], "left": {},
+        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "containers": ["enroot"], "path": "/bin", "failed_setup": "", "abandoned": [], "left": {},
     }  # fmt: skip
     assert set(levels(well).values()) == {"ok"}
     assert levels({**well, "cores": [1, 64]})["cores"] == "warning"
@@ -204,6 +204,7 @@ def test_limits_and_network() -> None:
     assert levels({**well, "address": "127.0.1.1"})["network"] == "error"
     assert "network" not in levels({**well, "address": "127.0.1.1"}, Purpose(named=False))
     assert levels({**well, "scontrol": False})["scontrol"] == "warning"
+    assert levels({**well, "failed_setup": "line 1 (127)"})["slurm.setup"] == "warning"
     assert "scontrol" not in levels({**well, "scontrol": False}, Purpose())
     assert levels(well, Purpose(containers="apptainer"))["apptainer"] == "error"
     assert set(levels(well, Purpose(containers="enroot")).values()) == {"ok"}
