@@ -212,7 +212,7 @@ class Learner:
                 timer.count()
                 for number, mini in enumerate(minis):
                     self._score(batch, mini, self._counted("score.micro_batch", timer), first=number == 0)
-                self._select_tokens(minis)
+                self._select_tokens(batch, minis)
                 if self._trainer.distillation.self_teacher_model and self._ranks.policy:
                     before = partial(self.consensus, "score.micro_batch")
                     rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
@@ -244,10 +244,14 @@ class Learner:
                 metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
         return metrics, advantages
 
-    def _select_tokens(self, minis: list[MiniBatch]) -> None:
+    def _trains_policy(self, batch: Batch) -> bool:
+        """Return whether a batch updates the policy on this rank, and not the critic alone."""
+        return self._ranks.policy and batch.step > self._trainer.critic.warmup_steps
+
+    def _select_tokens(self, batch: Batch, minis: list[MiniBatch]) -> None:
         """Fill in which tokens of each mini-batch the policy loss counts, where those are not all."""
         share = self._trainer.algorithm.top_entropy_quantile
-        if self._offline or share == 1 or not self._ranks.policy:
+        if self._offline or share == 1 or not self._trains_policy(batch):
             return
         self._measure_entropies(minis, partial(self.consensus, "score.micro_batch"))
         for mini in minis:
@@ -317,7 +321,7 @@ class Learner:
             with timer("critic_train"):
                 minis = regrouped(work.minis, work.batch, size, self._limits, data, CRITIC_REDUCTION)
             yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
-        if self._ranks.policy and work.batch.step > self._trainer.critic.warmup_steps:
+        if self._trains_policy(work.batch):
             yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
 
     @contextmanager

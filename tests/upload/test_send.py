@@ -232,6 +232,7 @@ def test_a_state_that_cannot_be_read_is_as_none(run: Run) -> None:
     "wrong",
     [
         {"sent": "x"}, {"sent": {"a": 1}}, {"sent": {"a": {"mark": "m", "bytes": 1}}}, {"now": 1}, {"failed": [1]}, {"given_up": {"a": 1}},
+        {"sent": {"a": {"mark": "m", "bytes": True, "time": 1.0}}},
         {"sent": {"a": {"mark": "m", "bytes": 1, "time": math.nan}}}, {"now": {"name": "a", "bytes": "1", "total": 2, "time": 3.0}},
     ],
     ids=str,
