@@ -5,6 +5,7 @@ from __future__ import annotations
 from hpcrl.config.setting import Effect
 
 OTHER_MODEL = Effect("refused", "the checkpoints hold the state of the other model", "refused")
+OTHER_MOMENTS = Effect("refused", "the checkpoints hold the moments of the other optimizer", "refused")
 OTHER_FUNCTION = Effect("refused", "the model would compute something else", "warning")
 OTHER_PROMPTS = Effect(
     "refused", "a checkpoint counts the prompts that are trained, and these would be others", "warning"

@@ -98,7 +98,13 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
         copy = fsdp.copy_ranks(ranks, on_node, state, device if on_gpu else None)
         twice = role == "policy" and trainer.reference_has_values
         need = fsdp_state(
-            shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice, moments=section.optimizer_config.moments
+            shapes.weights,
+            copy,
+            dtype,
+            frozen_dtype=frozen,
+            twice=twice,
+            moments=section.optimizer_config.moments,
+            muon=section.optimizer_config.name == "Muon",
         )
         if copy < ranks:  # each copy adds its gradients up in the type of the reduction
             wider = max(1, BYTES[precision.reduce_dtype] // BYTES[dtype])

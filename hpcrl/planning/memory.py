@@ -17,7 +17,8 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EMBEDDING, HEAD = -1, -2
 """Units of their own."""
 
-_MOMENTS = 2  # of Adam
+_MOMENTS = 2  # of Adam; one of what Muon moves
+_OUTER = "embed", "lm_head", "score", "conv"
 _BLOCK, _LEAST_8BIT, _CODES = 256, 4096, 256  # of torchao's moments of 8 bits
 _STEP = 4  # Adam counts the steps of each parameter in a float32
 _LOGIT_COPIES = 5  # float32 or logprob_dtype [rows, V] at a time: logits, log-probabilities, their exponentials, products, a gradient
@@ -43,6 +44,12 @@ class Weight:
     @property
     def count(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def moved_by_muon(self) -> bool:
+        """Whether it is a matrix, or a stack of experts, of the hidden layers."""
+        inner = not any(text in self.name for text in _OUTER)
+        return inner and len(self.shape) in (2, 3) and min(self.shape[-2:]) > 1
 
     def on(self, ranks: int, index: int = 0) -> int:
         """Return the number of a parameter's elements on one FSDP2 rank. Ranks have equally many rows (first dimension), the last ones the
@@ -135,6 +142,7 @@ def fsdp_state(
     frozen_dtype: str | None = None,
     twice: bool = False,
     moments: str | None = None,
+    muon: bool = False,
 ) -> Need:
     """Return the bytes of a model's state with FSDP2 on a rank; gradients between backward and step only.
 
@@ -145,15 +153,19 @@ def fsdp_state(
         frozen_dtype: of what is not trained; None: the same.
         twice: whether what is trained is there once more, as it is in the reference.
         moments: optimizer_config.moments.
+        muon: whether Muon moves matrices.
     """
     size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
     of_each = [weight.on(ranks, index) for weight in trained]
+    of_adam = [count for weight, count in zip(trained, of_each, strict=True) if not (muon and weight.moved_by_muon)]
     held = sum(of_each)
     frozen = sum(weight.on(ranks, index) for weight in weights if not weight.trained)
     return Need(
         weights=(1 + twice) * size * held + BYTES[frozen_dtype or dtype] * frozen,
         gradients=size * held,
-        optimizer=_MOMENTS * sum(_moment(count, size, moments) for count in of_each) + _STEP * len(trained),
+        optimizer=_MOMENTS * sum(_moment(count, size, moments) for count in of_adam)
+        + _STEP * len(of_adam)
+        + size * (held - sum(of_adam)),
     )
 
 

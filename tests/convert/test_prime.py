@@ -112,7 +112,7 @@ def test_evaluation_and_adapters(tmp_path: Path) -> None:
         ('trainer.loss.type = "ipo"', "expected default"),
         ("trainer.loss.adv_tau = 0.5", "scale the rewards"),
         ("trainer.loss.mask_ratio_low = 0.1", "of the loss of 2025"),
-        ('trainer.optim.type = "muon"', "adamw has a place"),
+        ('trainer.optim.type = "sgd"', "expected adamw or muon"),
         ('trainer.model.attn = "flash_attention_4"', "there is no flash_attention_4"),
         ("trainer.model.fp8 = true", "low_precision"),
         ("trainer.ckpt.resume_step = 10", "name an export of it"),

@@ -32,7 +32,7 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.backends.colocation import DeviceLease
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
-from hpcrl.trainer.backends.fsdp.optimizer import make_adam
+from hpcrl.trainer.backends.fsdp.optimizer import make_optimizer
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
@@ -228,7 +228,7 @@ def begin_again(engine: FsdpPolicy, start: list[torch.Tensor]) -> None:
     """Give an engine its first parameters again, an optimizer without moments, and no updates."""
     for parameter, value in zip(engine._model.parameters(), start, strict=True):
         parameter.copy_(value)
-    engine._optimizer = make_adam(list(engine._model.parameters()), engine._optimizer_config)
+    engine._optimizer = make_optimizer(engine._model, engine._optimizer_config)
     engine.updates = 0
 
 

@@ -275,6 +275,30 @@ def low_precision(config: ConfigTree) -> Iterator[Problem]:
             )
 
 
+def muon(config: ConfigTree) -> Iterator[Problem]:
+    """Check what Muon goes together with."""
+    sections = {"policy": config.trainer.policy, "critic": config.trainer.critic}
+    for name, section in ((name, one) for name, one in sections.items() if one.optimizer_config.name == "Muon"):
+        path, kept = f"trainer.{name}.optimizer_config", section.optimizer_config.moments
+        if config.trainer.strategy == "megatron":
+            yield Problem(
+                f"{path}.name", "Megatron-core has Adam here; expected AdamW or Adam, or trainer.strategy=fsdp2"
+            )
+        if kept is not None:
+            yield Problem(
+                f"{path}.moments", f"{kept} moments are Adam's, and matrices have a momentum with Muon; leave it out"
+            )
+        if section.model.lora.rank:
+            yield Problem(
+                f"{path}.name", "Muon is for whole matrices, not for the factors of adapters; expected AdamW or Adam"
+            )
+        if section.fsdp_config.cpu_offload:
+            yield Problem(
+                f"{path}.name",
+                "with fsdp_config.cpu_offload the products of matrices would be computed on CPUs; leave one of them out",
+            )
+
+
 def moments(config: ConfigTree) -> Iterator[Problem]:
     for name in ("policy", "critic"):
         path = f"trainer.{name}.optimizer_config"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hpcrl.config.effects import (
     OBJECTIVE,
     OTHER_MODEL,
+    OTHER_MOMENTS,
     OTHER_REFERENCE,
     ROUNDING,
     SAME_NUMBERS,
@@ -27,6 +28,7 @@ from hpcrl.config.setting import (
     SHARE_BELOW_1,
     Check,
     Effect,
+    Range,
     Unimplemented,
     any_of,
     required,
@@ -199,8 +201,11 @@ _WARM_UP = any_of(
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights independently of the gradient, Adam adds the decay to it."""
+    name: Literal["AdamW", "Adam", "Muon"] = setting("AdamW", on_change=OTHER_MOMENTS)
+    """AdamW decays weights independently of the gradient, Adam adds the decay to it. Muon moves matrices by the orthogonal factor of their momentum, scaled so that learning rates and decay of AdamW fit (arXiv:2502.16982), and embeddings, head and vectors by AdamW. It keeps one moment of matrices in place of two. FSDP2 only."""
+
+    muon_momentum: float = setting(0.95, range=Range(0, 1, high_open=True), used_by=when(".name", "Muon"))
+    """Decay rate of the momentum of matrices, per optimizer step; the step looks ahead by it (Nesterov)."""
 
     implementation: Literal["fused", "foreach", "for-loop"] = setting("fused", on_change=SAME_NUMBERS)
     """Which of PyTorch's implementations makes the step."""

@@ -154,10 +154,10 @@ def _optimizer(source: PrimeSource, conversion: Conversion, path: str) -> None:
         )
     elif path.endswith("betas2"):
         seen(source, conversion, path)
-    elif source[path] == "adamw":
-        put(source, conversion, path, _OPTIMIZER + "name", "AdamW", "adamw")
+    elif source[path] in (names := {"adamw": "AdamW", "muon": "Muon"}):
+        put(source, conversion, path, _OPTIMIZER + "name", names[source[path]], source[path])
     else:
-        lost(source, conversion, path, _OPTIMIZER + "name", f"there is no {source[path]}; adamw has a place")
+        lost(source, conversion, path, _OPTIMIZER + "name", f"there is no {source[path]}; expected adamw or muon")
 
 
 def _schedule(source: PrimeSource, conversion: Conversion, path: str) -> None:

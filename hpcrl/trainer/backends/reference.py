@@ -11,7 +11,12 @@ from torch import nn
 from hpcrl.errors import DataError
 
 REFERENCE = "reference"  # folder of a checkpoint
-_OF_ADAM = {"exp_avg", "exp_avg_sq", "step"}  # Megatron-core keeps weights of float32 beside them, as master_param
+_MOMENTS = {
+    "exp_avg",
+    "exp_avg_sq",
+    "step",
+    "momentum_buffer",
+}  # Megatron-core keeps weights of float32 beside them, as master_param
 
 
 def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
@@ -26,9 +31,9 @@ def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
 
 
 def forget_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Reset Adam to its state before the first step."""
+    """Reset an optimizer to its state before the first step."""
     for state in optimizer.state.values():
-        for name in _OF_ADAM & state.keys():
+        for name in _MOMENTS & state.keys():
             state[name].zero_()
     for group in optimizer.param_groups:
         if "step" in group:  # TransformerEngine counts there

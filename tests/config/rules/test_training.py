@@ -123,6 +123,21 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.moments": "bf16", f"{OPTIMIZER}.adam_betas": [0.9, 0.99]},
     ),
     (
+        {f"{OPTIMIZER}.name": "Muon", **MEGATRON}, f"{OPTIMIZER}.name", "or trainer.strategy=fsdp2", {f"{OPTIMIZER}.name": "Muon"},
+    ),
+    (
+        {f"{OPTIMIZER}.name": "Muon", f"{OPTIMIZER}.moments": "8bit"}, f"{OPTIMIZER}.moments", "8bit moments are Adam's",
+        {f"{OPTIMIZER}.name": "Muon"},
+    ),
+    (
+        {f"{OPTIMIZER}.name": "Muon", "trainer.policy.model.lora.rank": 8}, f"{OPTIMIZER}.name", "not for the factors of adapters",
+        {f"{OPTIMIZER}.name": "Muon"},
+    ),
+    (
+        {f"{OPTIMIZER}.name": "Muon", f"{FSDP}.cpu_offload": True}, f"{OPTIMIZER}.name", "computed on CPUs",
+        {f"{OPTIMIZER}.name": "Muon"},
+    ),
+    (
         {f"{OPTIMIZER}.moments": "8bit", f"{FSDP}.cpu_offload": True}, f"{OPTIMIZER}.moments", "leave one of them out",
         {f"{OPTIMIZER}.moments": "8bit"},
     ),

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: master weights sharded over ranks, compute in the configured type, Adam."""
+"""The FSDP2 backend: master weights sharded over ranks, compute in the configured type, Adam or Muon."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     load_model,
     own_state,
 )
-from hpcrl.trainer.backends.fsdp.optimizer import LossScale, make_adam, make_step, numbers, set_numbers
+from hpcrl.trainer.backends.fsdp.optimizer import LossScale, make_optimizer, make_step, numbers, set_numbers
 from hpcrl.trainer.backends.fsdp.sharding import accumulated, copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
@@ -87,7 +87,7 @@ class FsdpEngine(Generic[Model]):
         if recomputation is not None:
             offload = isinstance(section, PolicyConfig) and section.activation_offload
             recompute(model.model, recomputation, offload=offload)
-        self._optimizer = make_adam([each for each in model.parameters() if each.requires_grad], self._optimizer_config)
+        self._optimizer = make_optimizer(model, self._optimizer_config)
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates

@@ -1,4 +1,4 @@
-"""Adam by the configuration, and loss scaling for float16."""
+"""Adam and Muon by the configuration, and loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config.sections.model import OptimizerConfig
+from hpcrl.trainer.backends.fsdp.muon import Muon, matrices_of
 from hpcrl.trainer.backends.fsdp.sharding import local
 
 _FIRST, _GROWS_AFTER = 2.0**16, 2000
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a model's trained parameters."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if settings.name != "Muon":
+        return make_adam(trained, settings)
+    matrices = matrices_of(model)
+    adam = make_adam([each for each in trained if each not in matrices], settings)
+    assert isinstance(adam, torch.optim.Adam), "rules refuse moments of fewer bits"
+    return Muon([each for each in trained if each in matrices], adam, settings.muon_momentum)
 
 
 def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -29,7 +41,7 @@ def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.o
         return torch.optim.Adam(
             trained,
             **options,
-            decoupled_weight_decay=settings.name == "AdamW",
+            decoupled_weight_decay=settings.name != "Adam",
             fused=settings.implementation == "fused",
             foreach=settings.implementation == "foreach",
         )
@@ -57,7 +69,7 @@ def _zero(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object)
 
 def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Make an optimizer step with this learning rate."""
-    own = isinstance(optimizer, torch.optim.Adam)
+    own = isinstance(optimizer, torch.optim.Adam | Muon)
     for group in optimizer.param_groups:
         group["lr"] = lr if own else group["lr"].fill_(lr)
     # torchao compiles its step, for each shape of a parameter: minutes on a CPU, where there is nothing to win

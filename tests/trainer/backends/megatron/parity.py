@@ -27,7 +27,7 @@ from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.fsdp import sharding
-from hpcrl.trainer.backends.fsdp.optimizer import make_adam
+from hpcrl.trainer.backends.fsdp.optimizer import make_optimizer
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
@@ -343,8 +343,7 @@ def have_one_A(engine: Any) -> None:
         layers = [getattr(module, each) for each in names if hasattr(getattr(module, each, None), "lora_A")]
         for layer in layers[1:]:
             layer.lora_A.default.weight = layers[0].lora_A.default.weight
-    trained = [parameter for parameter in engine._model.parameters() if parameter.requires_grad]
-    engine._optimizer = make_adam(trained, engine._optimizer_config)
+    engine._optimizer = make_optimizer(engine._model, engine._optimizer_config)
 
 
 def weights(engine: Any, world: World) -> Values:
