@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
 
 from hpcrl.trainer.backends.fsdp.sharding import local
 
@@ -30,7 +31,7 @@ def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that Muon moves: matrices and stacks of experts, but no embedding, convolution, output layer or single row."""
     others = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | _ConvNd)}
     for module in model.modules():
-        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
         others |= {id(each) for each in head.parameters()} if isinstance(head, nn.Module) else set()
     return {
         each
@@ -58,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         self.param_groups += adam.param_groups
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # noqa: ARG002
+    def step(self, closure: None = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         group = self.param_groups[0]
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
         moved = [each for each in group["params"] if each.grad is not None]
