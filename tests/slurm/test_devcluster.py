@@ -105,6 +105,7 @@ sleep 60
 """
 
 
+@pytest.mark.faults_slow
 def test_preemption_terminates_and_requeues(cluster: DevCluster, tmp_path: Path) -> None:
     """Both steps need 7 s to save: enough in main (GraceTime 20), too much in nograce (KillWait 5)."""
     logs = {name: tmp_path / f"{name}.log" for name in ("main", "nograce")}
