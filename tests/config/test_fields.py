@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,21 +37,29 @@ def test_the_generated_pages_are_current() -> None:
     assert not stale, "run: python -m hpcrl.docs.describe"
 
 
-@pytest.mark.parametrize("setting", leaves(Config), ids=lambda setting: setting.path)
-def test_every_setting_has_a_meaning_and_a_default_of_its_type(setting: Setting) -> None:
-    assert setting.meaning.endswith(".")
-    assert "\n" not in setting.meaning
+def faults(setting: Setting) -> Iterator[str]:
+    """Yield what is wrong with the meaning and the default of a setting."""
+    if not setting.meaning.endswith(".") or "\n" in setting.meaning:
+        yield f"{setting.path}: the meaning {setting.meaning!r} is no line that ends in a dot"
     if setting.required:
         return
-    assert (setting.default is None) == setting.optional
+    if (setting.default is None) != setting.optional:
+        yield f"{setting.path}: optional, and its default is {setting.default!r}, or neither"
     if not setting.optional:
         read = with_defaults()
         for part in setting.path.split("."):
             read = getattr(read, part)
-        assert repr(read) == repr(setting.default)
+        if repr(read) != repr(setting.default):
+            yield f"{setting.path}: {read!r} is read, and the default is {setting.default!r}"
     allowed, check = setting.facts.range, setting.facts.check
-    assert allowed is None or setting.default is None or setting.default in allowed
-    assert check is None or setting.default is None or check.holds(setting.default)
+    if setting.default is not None and not (allowed is None or setting.default in allowed):
+        yield f"{setting.path}: the default {setting.default!r} is not in {allowed}"
+    if setting.default is not None and not (check is None or check.holds(setting.default)):
+        yield f"{setting.path}: the default {setting.default!r} fails its check"
+
+
+def test_every_setting_has_a_meaning_and_a_default_of_its_type() -> None:
+    assert [fault for setting in leaves(Config) for fault in faults(setting)] == []
 
 
 @cache

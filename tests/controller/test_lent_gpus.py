@@ -110,6 +110,7 @@ def test_the_batch_comes_when_the_lent_engine_sleeps(sides: Sides) -> None:
     assert waits(asleep), "the trainer has its GPUs"
 
 
+@pytest.mark.faults_slow
 def test_a_batch_that_lacks_what_a_sleeping_engine_has_begun_wakes_it(sides: Sides) -> None:
     """Though nothing else is left for it to do. It goes on with what it has, under the version that is there then."""
     own = sides.borrow()
@@ -143,6 +144,7 @@ def test_a_lent_engine_that_dies_keeps_neither_gpus_nor_groups(sides: Sides) -> 
     assert {item.group_id for item in borrowed} <= {item.group_id for item in sides.claim(sides.own, FIRST, capacity=4)}
 
 
+@pytest.mark.faults_slow
 def test_an_engine_without_groups_sleeps_before_the_batch_is_there(sides: Sides) -> None:
     own = sides.borrow()
     borrowed = sides.claim(sides.lent, SECOND)

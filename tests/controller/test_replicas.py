@@ -75,18 +75,17 @@ def test_nobody_calls_once_the_trainer_waits(tmp_path: Path, ticks: Ticks) -> No
 
 
 def test_an_engine_that_starts_is_waited_for_while_its_lease_is_renewed(tmp_path: Path, ticks: Ticks) -> None:
-    watched, process_status = (
-        health(tmp_path, MinReplicas(patience_s=PATIENCE_S)),
-        StatusWriter(Run(tmp_path), "rollout-0", 1),
-    )
+    patience = PATIENCE_S / 5  # each tick writes a file
+    watched = health(tmp_path, MinReplicas(patience_s=patience))
+    process_status = StatusWriter(Run(tmp_path), "rollout-0", 1)
 
     def renewed() -> object:
         time.sleep(0.001)
         process_status.write("starting engine", at=ticks.at)  # else it is renewed only every few real seconds
         return watched.failure([], True)
 
-    assert pass_time(ticks, 3 * PATIENCE_S, renewed) is None
-    assert pass_time(ticks, PATIENCE_S, lambda: watched.failure([], True)) is None
+    assert pass_time(ticks, 3 * patience, renewed) is None
+    assert pass_time(ticks, patience, lambda: watched.failure([], True)) is None
     error = pass_time(ticks, SILENCE_S + 10, lambda: watched.failure([], True))
     assert str(error).endswith("; last heard: rollout-0: starting engine")
 

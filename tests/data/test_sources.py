@@ -245,6 +245,7 @@ def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path: Path, suffix: str) -
     assert list(Source(str(file)).rows()) == [{"a": 1}]
 
 
+@pytest.mark.faults_slow
 def test_reinforcement_learning_reads_a_subset_and_a_revision_of_the_hub(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n} + {n}", "reward_spec": {"ground_truth": str(2 * n)}} for n in range(40)]
     of_main = {"main/train-0.jsonl": rows, "main/test-0.jsonl": rows[:9]}

@@ -127,6 +127,7 @@ def submit(packages: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.faults_slow
 def test_a_run_generates_with_it(packages: Path) -> None:
     one_step = ["trainer.max_steps=1", "trainer.run_name=toy", "generator.on_logprob_mismatch=warn"]
     done = submit(packages, "--local", "--follow", *SMALL, *one_step, TOY)

@@ -299,7 +299,7 @@ def test_the_end_of_a_batch_script_waits_for_the_filesystem(below: Path) -> None
     assert process.returncode == 0
 
 
-def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
+def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(below.with_name("reader"))
     with MetricsWriter(Run(below), "trainer", 1, 0) as metrics:
         metrics.write(1, {"policy/loss": 1.0})
@@ -308,9 +308,10 @@ def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
             follows.enter_context(Follower(run, 0.05))
             with MetricsWriter(Run(below), "trainer", 1, 1) as metrics:  # it looks at metrics of its own attempt alone
                 metrics.write(2, {"policy/loss": 2.0})
-            deadline = time.monotonic() + 60  # it imports TensorBoard first
-            while counts["OPEN"] < 2 and time.monotonic() < deadline:
+            deadline, said = time.monotonic() + 60, ""  # it imports TensorBoard first
+            while said.count("could not be written") < 2 and time.monotonic() < deadline:
                 time.sleep(0.05)
+                said += capsys.readouterr().out
         with view(below, run.path, Behaviour()):
             follows.close()
     assert counts["OPEN"] > 1

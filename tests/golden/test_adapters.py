@@ -8,6 +8,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import pytest
+
 from tests.golden.adapters import adapter_of
 from tests.golden.deliberate import read
 from tests.golden.run import replay
@@ -73,6 +75,7 @@ class Watched(dict[str, Any]):
         return super().items()
 
 
+@pytest.mark.faults_slow
 def test_every_name_is_read() -> None:
     names: defaultdict[str, set[str]] = defaultdict(set)
     found: defaultdict[str, set[str]] = defaultdict(set)

@@ -76,7 +76,8 @@ def run_element(run: Run) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.faults_slow)])
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
 def test_scores_of_versions_that_wait_are_those_of_a_stopped_trainer(tmp_path: Path, backend: str) -> None:
     """Both versions with one engine; they enter the metrics."""
     model = changed_model(tmp_path / "trained")

@@ -386,6 +386,7 @@ def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> Non
     assert "! always at step 2" in hpcrl("status", cwd=place).stdout
 
 
+@pytest.mark.faults_slow
 def test_a_run_whose_rewards_are_all_alike_says_so(place: Path) -> None:
     """A reward function that pays every response the same: a line, a mark, a verdict, and the run goes on to its end.
 

@@ -56,6 +56,7 @@ def in_order(run: Run, count: int, rows: int = ROWS) -> list[int]:
     return [stream.row(index) for index in range(count)]
 
 
+@pytest.mark.faults_slow
 def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_checkpoint(place: Path) -> None:
     run = submit(
         place,

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hpcrl.rundir.layout import Run
 from tests.environments import locked, make_environment
 from tests.jobs.small_run import curve, logs_of
@@ -46,7 +48,8 @@ def call(*command: str | Path, cwd: Path, timeout: float = 120) -> str:
     return done.stdout
 
 
-def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: Path) -> None:
+def install_wheel(place: Path) -> Path:
+    """Make an environment with the wheel and the packages of requirements.lock alone; return its folder of programs."""
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
     call(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", place, ROOT, cwd=place)
     (wheel,) = place.glob("hpcrl-*.whl")
@@ -57,15 +60,25 @@ def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: 
     call(*pip, "--python", clean / "bin/python", "install", "--no-deps", wheel, cwd=place)
     where = call(clean / "bin/python", "-c", "import hpcrl; print(hpcrl.__file__)", cwd=place).strip()
     assert Path(where).is_relative_to(packages)
-    assert "arithmetic" in call(clean / "bin/hpcrl", "env", "ls", cwd=place)
-    call(clean / "bin/hpcrl", "init", "mine", "--kind", "environment", cwd=place)
-    call(clean / "bin/python", "mine/make_rows.py", cwd=place)
-    call(clean / "bin/hpcrl", "config", "validate", "mine/experiment.toml", cwd=place)
+    return clean / "bin"
+
+
+def test_an_installed_wheel_makes_an_experiment(place: Path) -> None:
+    programs = install_wheel(place)
+    assert "arithmetic" in call(programs / "hpcrl", "env", "ls", cwd=place)
+    call(programs / "hpcrl", "init", "mine", "--kind", "environment", cwd=place)
+    call(programs / "python", "mine/make_rows.py", cwd=place)
+    call(programs / "hpcrl", "config", "validate", "mine/experiment.toml", cwd=place)
+
+
+@pytest.mark.faults_slow
+def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: Path) -> None:
+    programs = install_wheel(place)
     cells = [*notebook_cells(), *page_blocks()]
     assert len(cells) == 9
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [clean / "bin/python", "-c", _IN_ORDER],
+        [programs / "python", "-c", _IN_ORDER],
         input=json.dumps(cells),
         cwd=DOCS,  # where a notebook's kernel starts
         env=variables | {"HPCRL_ROOT": str(place / "runs")},
@@ -84,7 +97,7 @@ def test_an_installed_wheel_runs_the_notebook_and_the_page_as_they_stand(place: 
     for name in ("reward/avg_raw_reward", "policy/grad_norm"):
         assert {row["step"]: row[name] for row in metrics if name in row} == curve(run, name)
         assert list(curve(run, name)) == [1, 2]
-    shown = call(clean / "bin/hpcrl", "samples", run.path, "--worst", "-n", "3", "--json", cwd=place)
+    shown = call(programs / "hpcrl", "samples", run.path, "--worst", "-n", "3", "--json", cwd=place)
     assert worst == [sample["name"] for sample in json.loads(shown)]
     assert "did you mean trainer.seed?" in done.stdout
     assert not (run.path.parent / "other").exists(), "the refused submission"

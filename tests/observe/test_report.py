@@ -427,6 +427,7 @@ def test_a_live_report_follows_a_run(served: LiveReport, run: Run) -> None:
         assert f"{run.attempts}, line 1" in damaged.text
 
 
+@pytest.mark.faults_slow
 def test_a_live_report_has_few_connections(served: LiveReport) -> None:
     """Whoever else is on the machine opens hundreds, and says nothing: the reader's request is answered after those have timed out."""
     most = 0

@@ -99,6 +99,7 @@ def test_one_rank_holds_what_the_arithmetic_says(model_path: Path, alone: World)
         assert expected(sections[section], 1, 0)[role] == found, name
 
 
+@pytest.mark.faults_slow
 def test_each_of_four_ranks_holds_what_the_arithmetic_says(model_path: Path, tmp_path: Path) -> None:
     """18 rows of the embedding over 4 ranks: 5, 5, 5, 3."""
     sections = {name: section for name, section in trainers(model_path).items() if name in ON_FOUR}

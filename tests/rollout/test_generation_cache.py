@@ -22,7 +22,7 @@ from tests.rollout.conftest import WithEngine
 from tests.rollout.material import PROMPT, as_version, slowly
 from tests.rollout.test_generate import HERE, TOKENIZER, work
 
-WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 100, "logprobs": 0}
+WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "logprobs": 0}
 N = 16
 POLL_S = 0.05  # engines are asked while one token takes 0.1 s
 TOGETHER = EnvironmentConfig(group_reward_function={"own": 1.0, "rank": 1.0, "distinct": 0.5})

@@ -403,6 +403,7 @@ def server_of(job: Job) -> int:
     return server
 
 
+@pytest.mark.faults_slow
 def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
     run: Run, job: Job, controller: FakeController, models: list[Path]
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -26,19 +28,30 @@ def test_a_run_is_claimed_given_back_and_claimed_by_another_job(tmp_path: Path) 
     assert read_claim(run) == RunClaim(3, "8_0.0")
 
 
+def claim_each(job: int, runs: list[Run], together: Barrier, had: Path) -> None:
+    """Claim run after run, each at the moment at which the others do; note which ones this job has."""
+    own = list[bool]()
+    for run in runs:
+        together.wait(60)
+        own.append(claim(run, f"{job}_0.0", RunClaim(0, None)))
+    had.write_text(json.dumps(own))
+
+
 def test_of_several_that_claim_at_once_one_has_the_run(tmp_path: Path) -> None:
-    for number in range(100):
-        run = Run(tmp_path / str(number))
+    runs = [Run(tmp_path / str(number)) for number in range(100)]
+    for run in runs:
         run.claims.mkdir(parents=True)
-        children = []
-        for job in range(3):
-            child = os.fork()
-            if child == 0:
-                os._exit(0 if claim(run, f"{job}_0.0", RunClaim(0, None)) else 1)
-            children.append(child)
-        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert sorted(ends) == [0, 1, 1]
-        assert read_claim(run) == RunClaim(1, f"{ends.index(0)}_0.0")
+    context = get_context("fork")
+    together, notes = context.Barrier(3), [tmp_path / f"{job}.json" for job in range(3)]
+    jobs = [context.Process(target=claim_each, args=(job, runs, together, note)) for job, note in enumerate(notes)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 0, 0]
+    for run, *had in zip(runs, *(json.loads(note.read_text()) for note in notes), strict=True):
+        assert sorted(had) == [False, False, True]
+        assert read_claim(run) == RunClaim(1, f"{had.index(True)}_0.0")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"start": 7}', "{}"])

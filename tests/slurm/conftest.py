@@ -28,12 +28,12 @@ class DevCluster:
         return [sys.executable, "-B", "-S", str(DEVCLUSTER), verb, "--dir", str(self.directory), *arguments]
 
     def run(
-        self, cmd: Sequence[str], timeout: float = 60, cwd: Path | None = None, env: Mapping[str, str] | None = None
+        self, cmd: Sequence[str], timeout: float = 300, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node and collect its output; on a timeout its whole process group is killed."""
         return call(self.argv("run", *cmd), timeout, cwd, env)
 
-    def ask(self, cmd: Sequence[str], timeout: float = 60) -> str:
+    def ask(self, cmd: Sequence[str], timeout: float = 300) -> str:
         """Standard output of a command that must succeed."""
         done = self.run(cmd, timeout)
         assert done.returncode == 0, f"{cmd}: exit code {done.returncode}\n{done.stdout}{done.stderr}"

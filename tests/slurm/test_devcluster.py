@@ -105,6 +105,7 @@ sleep 60
 """
 
 
+@pytest.mark.faults_slow
 def test_preemption_terminates_and_requeues(cluster: DevCluster, tmp_path: Path) -> None:
     """Both steps need 7 s to save: enough in main (GraceTime 20), too much in nograce (KillWait 5)."""
     logs = {name: tmp_path / f"{name}.log" for name in ("main", "nograce")}
@@ -136,6 +137,7 @@ def test_site_file_fits_the_cluster(cluster: DevCluster) -> None:
 # ---- accounting, and daemons and nodes that are gone for a while
 
 
+@pytest.mark.faults_slow
 def test_sacct_knows_what_slurmctld_has_forgotten(accounting: DevCluster) -> None:
     job = accounting.ask(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", "exit 3"])
     wait_until(lambda: accounting.run(["scontrol", "show", "job", job]).returncode != 0, "the job is forgotten", 60)
@@ -143,6 +145,7 @@ def test_sacct_knows_what_slurmctld_has_forgotten(accounting: DevCluster) -> Non
     assert accounting.ask(asked) == "devcluster|root|FAILED|3:0"
 
 
+@pytest.mark.faults_slow
 def test_slurmctld_comes_back_to_the_jobs_that_ran_on(accounting: DevCluster, tmp_path: Path) -> None:
     script = "touch began; until [ -e go ]; do sleep 0.1; done; touch ended"
     job = accounting.ask(["sbatch", "--parsable", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", script])
@@ -158,6 +161,7 @@ def test_slurmctld_comes_back_to_the_jobs_that_ran_on(accounting: DevCluster, tm
     wait_until(lambda: accounting.ask(["squeue", "-h"]) == "", "the queue is empty")
 
 
+@pytest.mark.faults_slow
 def test_node_is_switched_off_with_all_that_runs_on_it_and_comes_back(accounting: DevCluster, tmp_path: Path) -> None:
     command = ["srun", "-w", "n2", "sh", "-c", f"echo $$ > {tmp_path}/began; exec sleep 300"]
     with subprocess.Popen(accounting.argv("run", *command), stderr=subprocess.PIPE, text=True) as srun:

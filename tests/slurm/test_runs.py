@@ -82,16 +82,13 @@ def test_dead_rank_ends_the_attempt_and_the_run_goes_on_by_itself(cluster: DevCl
     assert list(curve(run, "policy/grad_norm")) == [1, 2, 3, 4, 5]
 
 
-def test_preempted_run_saves_and_comes_back_and_again_after_a_crash(cluster: DevCluster, tmp_path: Path) -> None:
-    """A job of a higher partition takes all nodes: the run saves and is requeued. Its second attempt loses the controller, and is requeued too.
-
-    The third one is cancelled: it saves, and is not requeued.
-    """
+def start_and_preempt(cluster: DevCluster, cwd: Path) -> tuple[Run, int]:
+    """Let a job of a higher partition take all nodes of a run: it saves and is requeued. Return the run and the step that was saved."""
     many = ["trainer.max_steps=500", "trainer.eval_interval=0", "trainer.ckpt_interval=100"]
     arguments = [str(QUICKSTART), SITE, "trainer.run_name=preempted", *SMALL, *many]
-    assert cluster.run([HPCRL, "submit", *arguments], cwd=tmp_path).returncode == 0
-    run = Run.open(tmp_path / "runs" / "quickstart" / "preempted")
-    wait_for(lambda: run.batch(4).exists(), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 180)
+    assert cluster.run([HPCRL, "submit", *arguments], cwd=cwd).returncode == 0
+    run = Run.open(cwd / "runs" / "quickstart" / "preempted")
+    wait_for(lambda: run.batch(4).exists(), lambda: logs_of(run) + ask(cluster, cwd, "status"), 180)
     cluster.ask(["sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 3"])
     wait_for(lambda: outcome_of(run, 1), lambda: logs_of(run), 30)
     outcome = outcome_of(run, 1)
@@ -100,7 +97,32 @@ def test_preempted_run_saves_and_comes_back_and_again_after_a_crash(cluster: Dev
     saved = committed(run.checkpoints, step_of)
     trained = list(curve(run, "policy/grad_norm"))
     assert saved == trained[-1:], "what was trained was saved, once"
-    wait_for(lambda: run.batch(saved[0] + 3).exists(), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 180)
+    wait_for(lambda: run.batch(saved[0] + 3).exists(), lambda: logs_of(run) + ask(cluster, cwd, "status"), 180)
+    return run, saved[0]
+
+
+def cancel_and_compare(cluster: DevCluster, cwd: Path, run: Run, attempt: int) -> None:
+    """Cancel a run in this attempt: it saves, is not requeued, and has trained each group once."""
+    assert "preempted: cancelled" in ask(cluster, cwd, "cancel", "preempted")
+    assert finish(cluster, cwd, run, attempt) == "cancelled", logs_of(run)
+    assert len(read_attempts(run)) == attempt
+    trained = list(curve(run, "policy/grad_norm"))
+    assert trained == list(range(1, len(trained) + 1))
+    assert committed(run.checkpoints, step_of)[-1] == trained[-1], "what was trained was saved"
+    groups = [group for batch in trained_groups(run) for group in batch]
+    assert len(set(groups)) == len(groups) >= len(trained) * 8
+
+
+def test_preempted_run_saves_and_comes_back_and_is_cancelled(cluster: DevCluster, tmp_path: Path) -> None:
+    run, saved = start_and_preempt(cluster, tmp_path)
+    cancel_and_compare(cluster, tmp_path, run, 2)
+    assert len(curve(run, "policy/grad_norm")) > saved
+
+
+@pytest.mark.faults_slow
+def test_preempted_run_comes_back_after_a_crash_too(cluster: DevCluster, tmp_path: Path) -> None:
+    """Its second attempt loses the controller, and is requeued as well."""
+    run, _ = start_and_preempt(cluster, tmp_path)
     kill(pid_of(run, "controller"))
     wait_for(lambda: outcome_of(run, 2), lambda: logs_of(run), 30)
     outcome = outcome_of(run, 2)
@@ -112,14 +134,7 @@ def test_preempted_run_saves_and_comes_back_and_again_after_a_crash(cluster: Dev
         lambda: logs_of(run) + ask(cluster, tmp_path, "status"),
         180,
     )
-    assert "preempted: cancelled" in ask(cluster, tmp_path, "cancel", "preempted")
-    assert finish(cluster, tmp_path, run, 3) == "cancelled", logs_of(run)
-    assert len(read_attempts(run)) == 3
-    trained = list(curve(run, "policy/grad_norm"))
-    assert trained == list(range(1, len(trained) + 1))
-    assert committed(run.checkpoints, step_of)[-1] == trained[-1], "what was trained was saved"
-    groups = [group for batch in trained_groups(run) for group in batch]
-    assert len(set(groups)) == len(groups) >= len(trained) * 8
+    cancel_and_compare(cluster, tmp_path, run, 3)
 
 
 @pytest.mark.faults_slow

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -114,6 +116,7 @@ def test_forgotten_job_with_accounting(accounting: DevCluster, tmp_path: Path) -
         accounting.start("slurmdbd")
 
 
+@pytest.mark.faults_slow
 def test_slurmctld_that_is_away(accounting: DevCluster, tmp_path: Path) -> None:
     case = Case(accounting, tmp_path)
     case.submit("sleep 300")
@@ -138,6 +141,7 @@ def test_slurmctld_that_is_away(accounting: DevCluster, tmp_path: Path) -> None:
     case.gone()
 
 
+@pytest.mark.faults_slow
 def test_submission_waits_for_slurmctld(accounting: DevCluster, tmp_path: Path) -> None:
     submit = [
         HPCRL,

@@ -109,6 +109,7 @@ os.kill(os.getpid(), 9)
     assert (outcome.kind, outcome.message) == ("interrupted", "the trainer ended before it could save")
 
 
+@pytest.mark.faults_slow
 def test_a_torchrun_that_lingers_after_its_ranks_have_saved_is_not_waited_for(tmp_path: Path) -> None:
     run = make_run(
         tmp_path,

@@ -165,6 +165,7 @@ def test_an_element_that_waits_for_the_run_leaves_at_once_too(tmp_path: Path) ->
         assert process.wait(10) == AGAIN
 
 
+@pytest.mark.faults_slow
 def test_an_element_whose_run_has_lost_its_first_node_waits_for_the_next_attempt(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     open_attempt(run, f"{GANG}.0", ["n1"])

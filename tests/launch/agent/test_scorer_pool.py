@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_number, scorer_sets
 from hpcrl.launch.agent.environment import Environments
@@ -165,6 +167,7 @@ def test_this_machine_has_no_pool_of_scorers(tmp_path: Path) -> None:
     assert nothing_made(tmp_path)
 
 
+@pytest.mark.faults_slow
 def test_a_resumed_run_has_new_pools_and_not_the_old_ones_too(tmp_path: Path) -> None:
     path = numbering_slurm(tmp_path)
     settings = ["slurm.elastic.replicas=2", f"{REFERENCE}.replicas=2", "trainer.placement.colocate_policy_ref=false"]

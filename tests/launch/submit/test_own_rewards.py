@@ -161,11 +161,11 @@ def test_calls_are_bounded_in_time_and_may_end_their_process(folder: Path, monke
     assert "ended with status 3; see the output above; the last was own_scores:leaves with an empty answer" in said
     left = (folder / "own_scores.py.left").read_text()
     assert not Path("/proc", left).exists(), "what it has started in a session of its own ends too"
-    monkeypatch.setattr(own_rewards, "_SECONDS", 20.0)
+    monkeypatch.setattr(own_rewards, "_SECONDS", 15.0)
     began = time.monotonic()
     (said,) = checked(folder, "endless")
     assert time.monotonic() - began < 60
-    assert 'did not end within 20 s; the last was own_scores:endless with the ground truth "t0"' in said
+    assert 'did not end within 15 s; the last was own_scores:endless with the ground truth "t0"' in said
 
 
 def test_rows_without_a_ground_truth_are_reported(folder: Path) -> None:

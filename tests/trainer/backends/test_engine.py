@@ -48,7 +48,6 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
         "chunked": variant(4, logprobs_chunk_size=5, gradient_checkpointing=True),
         "padded-rows": variant(4, use_sample_packing=False),
         "without-flash": variant(4, flash_attn=False),
-        "compiled": variant(4, logprobs_chunk_size=5, policy={"use_torch_compile": True}),
         "foreach": adam(implementation="foreach"),
         "for-loop": adam(implementation="for-loop"),
         "bf16-logprobs": variant(4, algorithm={"logprob_dtype": "bf16"}),
@@ -88,6 +87,7 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
 # further ones, for `make faults`
 MORE: dict[int, dict[str, dict[str, Any]]] = {
     1: {
+        "compiled-loss": variant(4, logprobs_chunk_size=5, policy={"use_torch_compile": True}),
         "all-at-once": variant(64, 64),
         "padded-rows-without-flash": variant(4, use_sample_packing=False, flash_attn=False),
     },

@@ -41,21 +41,29 @@ def settings(model: Path, policy: int, critic: int | None) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("apart")
-    sizes = {**APART, **TOGETHER, "stopped": (1, 1), "moved": (1, 1)}
+    sizes = APART | TOGETHER
     runs = {name: made(folder / name, model_path, settings(model_path, *own)) for name, own in sizes.items()}
     for ranks in (1, 2, 3):
         attempts = Attempts(folder)
-        for name, (policy, critic) in {**APART, **TOGETHER}.items():
+        for name, (policy, critic) in sizes.items():
             if policy + (critic or 0) == ranks:
                 attempts.of(runs[name], [""])
-        if ranks == 2:
-            for number, (fault, rank) in enumerate(STOPS, start=1):
-                attempts.of(runs["stopped"], [fault], number, rank=rank)
-            attempts.of(runs["moved"], ["update.micro_batch@7:signal=SIGTERM"])
-            attempts.of(runs["moved"], ["update.micro_batch@9:signal=SIGTERM"], 2, config=runs["2"].config)
-            attempts.of(runs["moved"], [""], 3)
         attempts.make(ranks)
     return runs
+
+
+@pytest.fixture(scope="module")
+def stopped_runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path, runs: dict[str, Run]) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("stopped")
+    stopped = {name: made(folder / name, model_path, settings(model_path, 1, 1)) for name in ("stopped", "moved")}
+    attempts = Attempts(folder)
+    for number, (fault, rank) in enumerate(STOPS, start=1):
+        attempts.of(stopped["stopped"], [fault], number, rank=rank)
+    attempts.of(stopped["moved"], ["update.micro_batch@7:signal=SIGTERM"])
+    attempts.of(stopped["moved"], ["update.micro_batch@9:signal=SIGTERM"], 2, config=runs["2"].config)
+    attempts.of(stopped["moved"], [""], 3)
+    attempts.make(2)
+    return stopped
 
 
 @pytest.mark.slow
@@ -101,20 +109,22 @@ def assert_same_models(run: Run, together: Run, folder: Path, tolerance: float) 
     assert found["updates"] == 4 * STEPS
 
 
-def test_stops_lose_nothing_whoever_hears_of_them(runs: dict[str, Run]) -> None:
-    assert_same(runs["stopped"], runs["1+1"], 0.0)
-    told = told_by(runs["stopped"])
+@pytest.mark.faults_slow
+def test_stops_lose_nothing_whoever_hears_of_them(runs: dict[str, Run], stopped_runs: dict[str, Run]) -> None:
+    assert_same(stopped_runs["stopped"], runs["1+1"], 0.0)
+    told = told_by(stopped_runs["stopped"])
     assert [each["said"] for each in told] == ["stopped"] * (len(STOPS) - 1) + ["finished"]
     left = [(each["positions"][-1] if each["positions"] else None) for each in told]
     assert left == [None, None, [0, 4], [1, 4], [1, 5], [2, 0], [4, 0]]
     assert told[2]["has_progress"] == [True, True], "the critic had trained, and nobody leaves without the others"
 
 
-def test_a_run_goes_on_where_the_critic_has_another_place(runs: dict[str, Run]) -> None:
+@pytest.mark.faults_slow
+def test_a_run_goes_on_where_the_critic_has_another_place(runs: dict[str, Run], stopped_runs: dict[str, Run]) -> None:
     """Apart, beside the policy, apart again, each time from the inside of a step."""
-    stopped = [told["positions"][-1] for told in told_by(runs["moved"])[:2]]
+    stopped = [told["positions"][-1] for told in told_by(stopped_runs["moved"])[:2]]
     assert all(updates for _, updates in stopped), stopped
-    assert_same(runs["moved"], runs["2"], 1e-5)
+    assert_same(stopped_runs["moved"], runs["2"], 1e-5)
 
 
 def test_what_the_critics_ranks_tell(runs: dict[str, Run]) -> None:

@@ -117,33 +117,40 @@ def assert_same(run: Run, whole: Run, tolerance: float) -> None:
         torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0)
 
 
+def with_critic(model_path: Path) -> dict[str, Any]:
+    return laid_over(CRITIC, {"trainer": {"critic": {"model": {"path": str(model_path)}}}})
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Run]:
-    """Runs of two ranks, and what one rank made of some of them and of runs of its own."""
+    """Runs of two ranks, and what one rank made of one of them and of a run of its own."""
     folder = tmp_path_factory.mktemp("midstep")
-    with_critic = CRITIC | {
-        "trainer": CRITIC["trainer"] | {"critic": CRITIC["trainer"]["critic"] | {"model": {"path": str(model_path)}}}
-    }
-    runs = {name: made(folder / name, model_path, with_critic) for name in ("whole", "broken", "moved", "changed")}
-    runs |= {name: made(folder / name, model_path, RANDOM) for name in ("whole random", "broken random")}
+    names = ("whole", "broken", "moved")
+    runs = {name: made(folder / name, model_path, with_critic(model_path)) for name in names}
     two = Attempts(folder)
     two.of(runs["whole"], [""])
     two.of(runs["broken"], BROKEN)
     two.of(runs["moved"], ["update.micro_batch@20:signal=SIGTERM"])
-    two.of(runs["changed"], ["update.micro_batch@60:signal=SIGTERM"])
     two.make(2)
     runs["inside"] = Run(folder / "inside" / "project" / "run")
     shutil.copytree(runs["moved"].path, runs["inside"].path)
-    text = runs["changed"].config.read_text()
-    write_text(runs["changed"].config, text.replace("update_epochs_per_batch = 2", "update_epochs_per_batch = 1"))
     one = Attempts(folder)
     one.of(runs["moved"], [""], first=2)
-    one.of(runs["changed"], ["update.micro_batch@3:signal=SIGTERM"], first=2)
-    one.of(runs["whole random"], [""])
-    one.of(runs["broken random"], [f"update.micro_batch@{n}:signal=SIGUSR2" for n in (2, 6, 1, 9, 3)] + [""])
     runs["unsaved"] = made(folder / "unsaved", model_path, {"trainer": {"ckpt_interval": -1}})
     one.of(runs["unsaved"], ["wait@2:signal=SIGTERM"])
     one.make(1)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def random_runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Run]:
+    """Runs of one rank."""
+    folder = tmp_path_factory.mktemp("random")
+    runs = {name: made(folder / name, model_path, RANDOM) for name in ("whole", "broken")}
+    attempts = Attempts(folder)
+    attempts.of(runs["whole"], [""])
+    attempts.of(runs["broken"], [f"update.micro_batch@{n}:signal=SIGUSR2" for n in (2, 6, 1, 9, 3)] + [""])
+    attempts.make(1)
     return runs
 
 
@@ -185,11 +192,12 @@ def test_only_training_is_at_stake(runs: dict[str, Run]) -> None:
     assert [any(told["has_progress"]) for told in told_by(runs["broken"])][:5] == [False, False, True, False, True]
 
 
-def test_random_numbers_go_on(runs: dict[str, Run]) -> None:
-    assert_same(runs["broken random"], runs["whole random"], 1e-6)
-    ratios = {step: metrics["policy/loss_metrics/clip_ratio"] for step, metrics in curve(runs["whole random"]).items()}
+@pytest.mark.faults_slow
+def test_random_numbers_go_on(random_runs: dict[str, Run]) -> None:
+    assert_same(random_runs["broken"], random_runs["whole"], 1e-6)
+    ratios = {step: metrics["policy/loss_metrics/clip_ratio"] for step, metrics in curve(random_runs["whole"]).items()}
     assert all(ratio > 0 for ratio in ratios.values()), "tokens are drawn"
-    assert any(updates for _, updates in told_by(runs["broken random"])[1]["positions"])
+    assert any(updates for _, updates in told_by(random_runs["broken"])[1]["positions"])
 
 
 def test_one_rank_goes_on_for_two(runs: dict[str, Run]) -> None:
@@ -197,8 +205,16 @@ def test_one_rank_goes_on_for_two(runs: dict[str, Run]) -> None:
     assert_same(runs["moved"], runs["whole"], 1e-5)
 
 
-def test_a_step_that_was_begun_otherwise_begins_again(runs: dict[str, Run]) -> None:
-    run = runs["changed"]
+@pytest.mark.faults_slow
+def test_a_step_that_was_begun_otherwise_begins_again(tmp_path: Path, model_path: Path) -> None:
+    run = made(tmp_path, model_path, with_critic(model_path))
+    two, one = Attempts(tmp_path), Attempts(tmp_path)
+    two.of(run, ["update.micro_batch@60:signal=SIGTERM"])
+    two.make(2)
+    text = run.config.read_text()
+    write_text(run.config, text.replace("update_epochs_per_batch = 2", "update_epochs_per_batch = 1"))
+    one.of(run, ["update.micro_batch@3:signal=SIGTERM"], first=2)
+    one.make(1)
     before, after = told_by(run)
     assert before["positions"] == [[2, 0], [2, 5]]
     assert (after["said"], after["positions"], after["has_progress"]) == ("stopped", [[2, 0]], [False])

@@ -85,7 +85,6 @@ LAYOUTS: dict[int, list[Row]] = {
     4: [
         ("tp2-dp2", TP2, {}, "plain", ["tied"]),
         ("tp2-pp2", TP2 | PP2, {}, "plain", ["tied"]),
-        ("cp2-pp2", CP2 | PP2, {}, "plain", ["tied"]),
     ],
 }
 OPTIONS: dict[int, list[Row]] = {
@@ -97,8 +96,6 @@ OPTIONS: dict[int, list[Row]] = {
         ("tp2-clipped", TP2, {}, "clipped", ["tied"]),
         ("tp2-frozen-recomputed", TP2, RECOMPUTED, "frozen", ["untied"]),
         ("tp2-distilled", TP2, {}, "distilled", ["untied"]),
-        ("cp2-distilled", CP2, {}, "distilled", ["untied"]),
-        ("pp2-clipped", PP2, {}, "clipped", ["tied"]),
         ("pp2-dynamic", PP2 | DYNAMIC, {}, "plain", ["moe"]),
         ("pp2-selective", PP2 | SELECTIVE, RECOMPUTED, "plain", ["tied"]),
         ("pp2-frozen-stage", PP2, {}, "frozen-stage", ["untied"]),
@@ -106,19 +103,11 @@ OPTIONS: dict[int, list[Row]] = {
         ("dp2-scaled", ddp(average_in_collective=False), {}, "plain", ["moe"]),
         ("ep2-clipped", EP2, {}, "clipped", ["moe"]),
         ("ep2-balanced", EP2, {}, "balanced", ["moe"]),
-        ("cp2-balanced", CP2, {}, "balanced", ["moe"]),
         ("pp2-replayed", PP2, RECOMPUTED, "replayed", ["moe"]),
-        ("cp2-replayed", CP2, {}, "replayed", ["moe"]),
-        ("tp2-replayed", TP2 | ETP1, RECOMPUTED, "replayed", ["moe"]),
         ("ep2-decay", EP2 | WHOLE, {}, "decay", ["moe"]),
         ("ep2-frozen-experts", EP2, {}, "frozen-experts", ["moe"]),
         ("ep2-frozen-but-experts", EP2, {}, "frozen-but-experts", ["moe"]),
         ("ep2-allgather", EP2 | {"moe_token_dispatcher_type": "allgather"}, {}, "plain", ["moe"]),
-    ],
-    4: [
-        ("vpp2-dp2-overlap", VPP | OVERLAP, {}, "plain", ["untied"]),
-        ("ep2-tp2-recomputed", EP2 | TP2 | ETP1, RECOMPUTED, "clipped", ["moe"]),
-        ("ep2-dp2", EP2 | PP2, {}, "clipped", ["moe"]),
     ],
 }
 # further models and combinations, for `make faults`
@@ -128,7 +117,7 @@ MORE: dict[int, list[Row]] = {
         ("tp2", TP2, {}, "plain", ["tied", "untied"]),
         ("tp2-recomputed", TP2, RECOMPUTED, "plain", ["untied"]),
         ("pp2", PP2, {}, "plain", ["tied", "untied"]),
-        ("pp2-clipped", PP2, {}, "clipped", ["moe"]),
+        ("pp2-clipped", PP2, {}, "clipped", ["tied", "moe"]),
         ("pp2-dynamic", PP2 | DYNAMIC, {}, "plain", ["tied"]),
         ("vpp2", VPP, {}, "plain", ["untied"]),
         ("dp2", {}, {}, "plain", ["tied"]),
@@ -150,11 +139,19 @@ MORE: dict[int, list[Row]] = {
         ("pp2-balanced", PP2, RECOMPUTED, "balanced", ["moe"]),
         ("tp2-balanced", TP2 | ETP1, RECOMPUTED, "balanced", ["moe"]),
         ("ep2-replayed", EP2, {}, "replayed", ["moe"]),
+        ("cp2-distilled", CP2, {}, "distilled", ["untied"]),
+        ("cp2-balanced", CP2, {}, "balanced", ["moe"]),
+        ("cp2-replayed", CP2, {}, "replayed", ["moe"]),
+        ("tp2-replayed", TP2 | ETP1, RECOMPUTED, "replayed", ["moe"]),
     ],
     4: [
         ("tp2-pp2", TP2 | PP2, {}, "plain", ["moe"]),
         ("ep2-tp2", EP2 | TP2 | ETP1, {}, "plain", ["moe"]),
         ("pp2-dp2-overlap", PP2 | OVERLAP, {}, "plain", ["tied"]),
+        ("vpp2-dp2-overlap", VPP | OVERLAP, {}, "plain", ["untied"]),
+        ("ep2-tp2-recomputed", EP2 | TP2 | ETP1, RECOMPUTED, "clipped", ["moe"]),
+        ("ep2-dp2", EP2 | PP2, {}, "clipped", ["moe"]),
+        ("cp2-pp2", CP2 | PP2, {}, "plain", ["tied"]),
     ],
 }
 TABLES = LAYOUTS, OPTIONS, MORE

@@ -231,10 +231,21 @@ AWAY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def test_a_state_that_has_left_its_device_is_saved_and_exported_from_host_memory(played: Played) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("tp2", "bf16-whole"),
+        pytest.param(("overlap", "bf16", "moments-stay", "experts", "adapters", "critic"), marks=rarely),
+    ],
+    ids="+".join,
+)
+def test_a_state_that_has_left_its_device_is_saved_and_exported_from_host_memory(
+    played: Played, names: tuple[str, ...]
+) -> None:
     """As by a model that stays, to the bit; its reference follows it there, and training goes on alike."""
     places, ways = {}, dict[tuple[str, bool], Way]()
-    for name, (kind, trainer) in AWAY.items():
+    for name in names:
+        kind, trainer = AWAY[name]
         model, section, special = KINDS[kind]
         for away in (False, True):
             places[name, away] = [played.place(f"{name}-{way}-{away}") for way in ("saved", "copied")]
@@ -245,7 +256,7 @@ def test_a_state_that_has_left_its_device_is_saved_and_exported_from_host_memory
             do = [*left, *back, ("train", 1), *left, *turn, *back, ("train", 2), ("write", None), *left, *back]
             ways[name, away] = played.seam.way(f"{name}-{away}", model, laid_over(trainer, section), do, **special)
     played.seam.play(2, list(ways.values()))
-    for name in AWAY:
+    for name in names:
         away, still = (played.seam.told(ways[name, away]) for away in (True, False))
         assert away.told == still.told
         assert not still.told["error"]
