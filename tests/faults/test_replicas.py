@@ -130,7 +130,7 @@ def _evaluated(run: Run, version: int) -> list[str]:
 
 def _tokens_left(run: Run) -> int:
     files = [path for found in turn_files(run).values() for path in found]
-    return sum(len(turn["token_ids"]) for path in files for turn in read_turns(path)[0])
+    return sum(len(turn["token_ids"]) for path in files for turn in read_turns(path).turns)
 
 
 @pytest.mark.nodes(3)
