@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrl.rundir.checked_lines import append_lines, damaged, read_lines
-from hpcrl.rundir.commit import children
+from hpcrl.rundir.commit import children, read_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta
 
 _NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
+_SHA256 = re.compile(rb"\b[0-9a-f]{64}\b")
 
 
 def turn_file(run: Run, worker: str, group_id: str, version: int) -> Path:
@@ -67,6 +68,12 @@ def read_turns(path: Path) -> KeptTurns:
     return KeptTurns(
         [line for line in whole if "turn" in line], [line for line in whole if "answer" in line], damaged(lines)
     )
+
+
+def named_digests(run: Run) -> set[str]:
+    """Return the SHA-256 digests in the files of turns, such as those of snapshots in the states of environments."""
+    files = [path for found in turn_files(run).values() for path in found]
+    return {digest.decode() for path in files for digest in _SHA256.findall(read_bytes(path, None) or b"")}
 
 
 @dataclass(frozen=True)
