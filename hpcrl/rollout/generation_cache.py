@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -30,6 +31,8 @@ from hpcrl.types import Kind, Work
 
 KEEP_S = 5.0
 """Seconds between two writes of turns; a group that finishes sooner is never written."""
+IDLE_S = 5.0
+"""Seconds without a request after which a sample leaves its place in the engine to another one."""
 _CALLS = count()
 Key = tuple[int, int, str]
 """The sample, its turn, and a digest of the request."""
@@ -87,6 +90,7 @@ class GroupCache:
             [engine.version if version is None else version, *(min(turn.versions) for turn in self._earlier.values())]
         )
         self.cached_tokens, self.files = 0, list[str]()
+        self._asking, self._idle = Counter[int](), dict[int, float]()
         self._calls: dict[str, _Call] = {}
         self._ended: dict[tuple[_Call, int], Generation] = {}
         self._written = set[tuple[_Call, int]]()
@@ -105,6 +109,10 @@ class GroupCache:
     ) -> list[Generation]:
         """Return a turn of `n` samples from `first` on, found or as `Engine.generate` returns them; `heard` and `images` as there."""
         call = _Call(first, turn, list(prompt), seed, sampling, images)  # the given list grows with the sample
+        with self._in_use(range(first, first + n)):
+            return await self._found(call, n, heard)
+
+    async def _found(self, call: _Call, n: int, heard: Heard | None) -> list[Generation]:
         found = {
             at: self._earlier[key] for at in range(n if self._earlier else 0) if (key := call.key(at)) in self._earlier
         }
@@ -113,9 +121,26 @@ class GroupCache:
         if heard:
             heard(found[0].token_ids, found[0].logprobs)
         self.cached_tokens += sum(len(one.token_ids) for one in found.values())
-        left = [_Call(first + at, turn, call.prompt, seed + at, sampling, images) for at in range(n) if at not in found]
+        left = [replace(call, first=call.first + at, seed=call.seed + at) for at in range(n) if at not in found]
         new = iter(await asyncio.gather(*(self._generate(one, 1) for one in left)))
         return [found[at] if at in found else next(new)[0] for at in range(n)]
+
+    @property
+    def idle(self) -> int:
+        """The number of samples that have asked the engine nothing for a while: they wait for environments or rewards, or are done."""
+        return sum(time.monotonic() - since > IDLE_S for since in self._idle.values())
+
+    @contextmanager
+    def _in_use(self, samples: Sequence[int]) -> Iterator[None]:
+        """Note that samples ask the engine as long as the block lasts."""
+        self._asking.update(samples)
+        for sample in samples:
+            self._idle.pop(sample, None)
+        try:
+            yield
+        finally:
+            self._asking.subtract(samples)
+            self._idle |= {sample: time.monotonic() for sample in samples if not self._asking[sample]}
 
     async def _generate(self, call: _Call, n: int, heard: Heard | None = None) -> list[Generation]:
         name = f"{self._group_id}/{next(_CALLS)}"
@@ -200,6 +225,10 @@ class GenerationCache:
     def write(self) -> None:
         """Write the finished turns of all groups: this worker ends before they do."""
         self._write([cache for _, cache in self._groups.values()])
+
+    def idle(self, group: str) -> int:
+        """Return how many samples of a group use no engine, as of `GroupCache.idle`."""
+        return self._groups[group][1].idle if group in self._groups else 0
 
     def remove(self, groups: Iterable[str]) -> None:
         """Remove the files of groups that are handed over or no longer wanted."""
