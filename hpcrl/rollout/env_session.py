@@ -20,7 +20,7 @@ from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, HpcrlError, UserCodeError
 from hpcrl.rollout.kept_answers import SampleAnswers
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
-from hpcrl.types import LONGEST_NAME, Kind, Work, is_name
+from hpcrl.types import LONGEST_FAILURE, LONGEST_NAME, Kind, Work, is_name, plain_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,7 +193,8 @@ class EnvSession:
                 if last.state is not None:
                     self._resume(last.state)
             except UserCodeError as error:
-                print(f"{self.where} begins again, as it cannot go on from its last turn: {error}", flush=True)
+                reason = plain_text(str(error), LONGEST_FAILURE)
+                print(f"{self.where} begins again, as it cannot go on from its last turn: {reason}", flush=True)
                 self._close()
                 answers.forget()
         if answers and (kept := answers.find()):
