@@ -2,7 +2,8 @@
 
 consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
-produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/, alerts.jsonl, what trackers get
+produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/, alerts.jsonl, what trackers get;
+           removes snapshots/ that nothing names any more
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
 """
 
@@ -12,9 +13,11 @@ import os
 import signal
 import sys
 from contextlib import closing
+from functools import partial
 
 from hpcrl.controller.api import Api
 from hpcrl.controller.build import build_service
+from hpcrl.data.cache_files import named_digests
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.monitor import monitor_process
 from hpcrl.observe.goodput import GoodputMeter
@@ -28,6 +31,9 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter
 from hpcrl.runtime.token import read_token
+from hpcrl.sandboxes.snapshots import SnapshotStore
+
+COLLECT_S = 600.0
 
 
 def main(path: str) -> None:
@@ -49,7 +55,7 @@ def main(path: str) -> None:
 
 
 async def answer(run: Run, attempt: int, status: StatusWriter, api: Api) -> None:
-    """Answer requests until the run has ended, and renew the process status meanwhile."""
+    """Answer requests until the run has ended. Renew the process status meanwhile, and remove snapshots that no episode needs any more."""
     listener = bind(os.environ["HPCRL_ADDRESS"])
     host, port = listener.getsockname()[:2]
     url = f"http://{host}:{port}"
@@ -59,11 +65,21 @@ async def answer(run: Run, attempt: int, status: StatusWriter, api: Api) -> None
             status.write(SERVING, url=url, **await api.status({}))
             await asyncio.sleep(RENEW_S)
 
-    renewing = asyncio.create_task(renew())
+    async def collect() -> None:
+        snapshots = SnapshotStore(run.snapshots)
+        while True:
+            try:
+                await asyncio.to_thread(snapshots.collect, partial(named_digests, run))
+            except OSError as error:
+                print(f"snapshots that nothing names any more stay for now: {error}", flush=True)
+            await asyncio.sleep(COLLECT_S)
+
+    tasks = [asyncio.create_task(renew()), asyncio.create_task(collect())]
     with Follower(run):
         app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         await serve(app, listener, api.watch(run, attempt, lambda text: print(text, flush=True)))
-    renewing.cancel()
+    for task in tasks:
+        task.cancel()
     status.write("finished", url=url)
 
 

@@ -261,6 +261,7 @@ class Api:
                 all_know = all(client.stop_sent for client in clients)
                 if all_know or time.monotonic() - finished_at > _GOODBYE_S:
                     discard(run.turns)
+                    discard(run.snapshots)
                     return
             await asyncio.sleep(TICK_S)
 

@@ -1,6 +1,7 @@
 """Caches of rollout workers: finished turns of unfinished groups, and finished rows of unfinished evaluations.
 
-A file has a line per turn, or per row (hpcrl/rundir/checked_lines.py); damaged and cut-off ones are generated again.
+A file has a line per turn and per answer of an environment to one, or per row (hpcrl/rundir/checked_lines.py); damaged and cut-off ones are
+generated, or asked for, again.
 
 The next worker that generates the group continues from its turns. The file's name has the group and the version with which the group began;
 a line with a token of an older version counts as damaged. So the controller assigns such files without reading them.
@@ -16,14 +17,15 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcrl.rundir.checked_lines import append_lines, damaged, read_lines
-from hpcrl.rundir.commit import children
+from hpcrl.rundir.commit import children, read_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta
 
 _NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
+_SHA256 = re.compile(rb"\b[0-9a-f]{64}\b")
 
 
 def turn_file(run: Run, worker: str, group_id: str, version: int) -> Path:
@@ -41,15 +43,37 @@ def turn_files(run: Run, worker: str | None = None) -> dict[str, dict[Path, int]
     return dict(found)
 
 
-def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the turns in a file, and how many of its lines are damaged; nothing where there is no such file.
+class KeptTurns(NamedTuple):
+    """What a file of turns has.
 
-    The last line is not counted: a kill may have cut it off.
+    Attributes:
+        turns: of the policy.
+        answers: of environments.
+        damaged: how many of its lines are damaged; the last one is not counted, as a kill may have cut it off.
     """
+
+    turns: list[dict[str, Any]]
+    answers: list[dict[str, Any]]
+    damaged: int
+
+
+def read_turns(path: Path) -> KeptTurns:
+    """Return what a file of turns has; nothing where there is no such file."""
     name = _NAME.fullmatch(path.name)
     oldest = int(name["version"]) if name else 0
-    turns = [turn if turn and min(turn["versions"]) >= oldest else None for turn in read_lines(path, most=None)]
-    return [turn for turn in turns if turn is not None], damaged(turns)
+    lines = [
+        line if line and min(line.get("versions", [oldest])) >= oldest else None for line in read_lines(path, most=None)
+    ]
+    whole = [line for line in lines if line is not None]
+    return KeptTurns(
+        [line for line in whole if "turn" in line], [line for line in whole if "answer" in line], damaged(lines)
+    )
+
+
+def named_digests(run: Run) -> set[str]:
+    """Return the SHA-256 digests in the files of turns, such as those of snapshots in the states of environments."""
+    files = [path for found in turn_files(run).values() for path in found]
+    return {digest.decode() for path in files for digest in _SHA256.findall(read_bytes(path, None) or b"")}
 
 
 @dataclass(frozen=True)

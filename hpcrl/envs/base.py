@@ -24,6 +24,10 @@ An image is the bytes of a file, an image of Pillow, a data URL or an absolute p
 """
 
 
+LONGEST_STATE = 1 << 16
+"""Characters of an environment's state."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """An environment's answer to one action.
@@ -55,8 +59,8 @@ class Environment(Protocol):
 
     A column of one of these names takes its place.
 
-    Methods are called in the order init, step until done, close; never from two threads at once. A class that derives from this one
-    has only `step` to write, and an __init__ that takes the extras. It raises DataError if the row lacks what the environment needs,
+    Methods are called in the order init or resume, step until done, close; never from two threads at once. A class that derives from this
+    one has only `step` to write, and an __init__ that takes the extras. It raises DataError if the row lacks what the environment needs,
     is quick, and takes hold of nothing: a dataset's rows are checked by it.
     """
 
@@ -84,6 +88,18 @@ class Environment(Protocol):
         raise ConfigError(
             f"{type(self).__name__} takes texts, and with vla.enable a policy makes actions; expected robot"
         )
+
+    def state(self) -> str | None:
+        """Return a text from which another process can go on, such as JSON; None: there is none.
+
+        It is asked after `init` and after each step that is not the last, within their time limit. After None nothing more of the sample is
+        kept. It is not asked of a class without a `resume` of its own.
+        """
+        return None
+
+    def resume(self, state: str) -> None:  # noqa: ARG002
+        """Become what the environment was when `state` returned this text; called in the place of `init` and of the steps before."""
+        return
 
     def close(self) -> None:
         """Give back what the environment holds; also called when a sample is abandoned half-way."""
@@ -130,6 +146,23 @@ class AgentEnvironment(Protocol):
     def close(self) -> None:
         """Give back what the environment holds; also called when a sample is abandoned half-way, after `play` has ended."""
         return
+
+
+def state_of(environment: Environment) -> str | None:
+    """Return the state of an environment; None where it offers none.
+
+    Raises:
+        UserCodeError: it is no text, or longer than LONGEST_STATE.
+    """
+    for name in ("state", "resume"):
+        own = getattr(type(environment), name, None)
+        if not callable(getattr(environment, name, None)) or own is getattr(Environment, name):
+            return None
+    found = environment.state()
+    if found is not None and not (isinstance(found, str) and len(found) <= LONGEST_STATE):
+        size = f"{len(found)} characters" if isinstance(found, str) else f"{found!r:.80}"
+        raise UserCodeError(f"state returned {size}; expected a text of at most {LONGEST_STATE} characters, or None")
+    return found
 
 
 def finite(value: Any) -> float:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.data.vision.messages import with_images
-from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, finite, user_code
+from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, finite, state_of, user_code
 from hpcrl.envs.registry import is_agent, make_environment
 from hpcrl.envs.rewards.judged import rewarded_later
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
 from hpcrl.envs.rewards.response import Scorer, response_to
 from hpcrl.envs.rewards.weighted import WeightedRewards
-from hpcrl.errors import DataError, UserCodeError
+from hpcrl.errors import DataError, HpcrlError, UserCodeError
+from hpcrl.rollout.kept_answers import SampleAnswers
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
-from hpcrl.types import LONGEST_NAME, Kind, Work, is_name
+from hpcrl.types import LONGEST_FAILURE, LONGEST_NAME, Kind, Work, is_name, plain_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +101,7 @@ class EnvSession:
         extras: what the environment is made with.
         max_tokens: of each turn.
         threads: None: environments are called one after the other and without threads, so that no time limit can be kept.
+        answers: what earlier workers have kept, and this one adds to; None: nothing is kept.
     """
 
     def __init__(
@@ -109,10 +111,12 @@ class EnvSession:
         extras: Mapping[str, Any],
         max_tokens: int,
         threads: CallThreads | None,
+        answers: SampleAnswers | None = None,
     ) -> None:
         self._work, self._rewards, self._extras, self._max_tokens = work, rewards, extras, max_tokens
-        self._threads = threads
+        self._threads, self._answers = threads, answers
         self._environment: Environment | AgentEnvironment | None = None
+        self._resumed: str | None = None  # from which the environment has yet to go on
         self._last: Call[Any] | None = None
         who = place_of(work)
         self.where = who if rewards else f"environment {work.prompt.env_class!r}, {who}"
@@ -122,17 +126,11 @@ class EnvSession:
         messages = list(self._work.prompt.messages)
         if self._rewards is not None:
             return Answer(lambda: messages, None, self.where)
-
-        return self.begin(lambda environment: with_images(environment.init(messages)))
+        return self._ask(lambda: self._opening(messages))
 
     def begin(self, first: Callable[[Any], R]) -> Answer[R]:
         """Make the environment, and ask it what it is asked first."""
-
-        def begin() -> R:
-            self._environment = make_environment(self._work.prompt.env_class, self._extras)
-            return first(self._environment)
-
-        return self._ask(begin)
+        return self._ask(lambda: first(self._make()))
 
     def step(
         self, text: str, n_tokens: int, image: np.ndarray | None = None, latents: np.ndarray | None = None
@@ -142,12 +140,13 @@ class EnvSession:
         Args:
             image, latents: as of Response.
         """
-        return self._ask(lambda: _checked(self._answer(text, n_tokens, image, latents)))
+        if self._answers and (kept := self._answers.find(text, n_tokens)):
+            return Answer(lambda: kept, None, self.where)
+        return self._ask(lambda: self._kept(_checked(self._answer(text, n_tokens, image, latents)), text, n_tokens))
 
     def act(self, actions_KA: np.ndarray) -> Answer[Turn]:
         """Ask for the answer to the policy's actions."""
-        environment = cast(Environment, self._environment)
-        return self._ask(lambda: _checked(environment.act(actions_KA)))
+        return self._ask(lambda: _checked(self._current().act(actions_KA)))
 
     def move(self, action: Callable[[Any], tuple[R, Turn]]) -> Answer[tuple[R, Turn]]:
         """Ask for the answer to an action of a policy that reads no messages, with what is seen then."""
@@ -183,8 +182,54 @@ class EnvSession:
     def _answer(self, text: str, n_tokens: int, image: np.ndarray | None, latents: np.ndarray | None) -> Turn:
         prompt = self._work.prompt
         if self._rewards is None:
-            return cast(Environment, self._environment).step(text)
+            return self._current().step(text)
         return self._rewards(response_to(prompt, text, n_tokens, self._max_tokens, image, latents))
+
+    def _opening(self, messages: Messages) -> Messages:
+        """Return the messages that start the sample: the kept ones, with the environment as it was last, or those of a new environment."""
+        answers = self._answers
+        if answers and (last := answers.last) is not None:
+            try:
+                if last.state is not None:
+                    self._resume(last.state)
+            except UserCodeError as error:
+                reason = plain_text(str(error), LONGEST_FAILURE)
+                print(f"{self.where} begins again, as it cannot go on from its last turn: {reason}", flush=True)
+                self._close()
+                answers.forget()
+        if answers and (kept := answers.find()):
+            return kept.observations
+        opening = with_images(self._make().init(messages))
+        return self._kept(Turn(opening, 0.0, done=False)).observations
+
+    def _make(self) -> Any:
+        self._environment = made = make_environment(self._work.prompt.env_class, self._extras)
+        return made
+
+    def _resume(self, state: str) -> None:
+        try:
+            with user_code("resume"):
+                self._make().resume(state)
+        except HpcrlError as error:
+            raise UserCodeError(str(error)) from error
+        self._resumed = state
+
+    def _current(self) -> Environment:
+        """Return the environment as it was after the newest answer; it is behind the last kept one where the policy's responses now differ."""
+        state = self._answers.state if self._answers else None
+        if state is not None and (self._environment is None or self._resumed not in (None, state)):
+            self._close()
+            self._resume(state)
+        self._resumed = None
+        return cast(Environment, self._environment)
+
+    def _kept(self, turn: Turn, *said: str | int) -> Turn:
+        """Return an answer, which is kept with the state after it."""
+        if self._answers and not self._answers.ended:
+            lasting = turn.done or self._rewards or self.plays
+            state = None if lasting else state_of(cast(Environment, self._environment))
+            self._answers.add(turn, state, *said)
+        return turn
 
     def _ask(self, function: Callable[[], R]) -> Answer[R]:
         answer = ask(function, self._threads, self.where)

@@ -10,6 +10,7 @@ its own: the template may write past responses differently.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rollout.teacher_inputs import SampleMessages, TeacherInputs
 from hpcrl.rollout.threads import CallThreads, in_thread
 from hpcrl.rollout.transcript import Transcript
+from hpcrl.rundir.commit import digest_of
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
@@ -176,6 +178,7 @@ class GroupGenerator:
         self._group_rewards = WeightedGroupRewards(together, environment) if together else None
         limits = gym.max_env_workers, environment.timeout_seconds
         self.threads = CallThreads(*limits) if gym.max_env_workers else None
+        self._settings = repr((environment, config.max_turns))  # that answers of environments depend on
 
     async def generate(self, work: Work, cache: GroupCache | None = None) -> Group:
         """Return the group. A sample whose environment fails or times out, or whose request the engine refuses, is marked as failed. It is not trained, and counts in its group as the mean of the others.
@@ -193,10 +196,10 @@ class GroupGenerator:
         sampling = self._sampling(work.kind)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         tools = read_tools(work.prompt.extras.get("tools"))
-        episodes = [Episode(self._session(work), cache, i, work.seed + i, sampling, tools) for i in range(n)]
+        episodes = [Episode(self._session(work, cache, i), cache, i, work.seed + i, sampling, tools) for i in range(n)]
         if compared:
             greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
-            episodes.append(Episode(self._session(work), cache, n, work.seed, greedy, tools))
+            episodes.append(Episode(self._session(work, cache, n), cache, n, work.seed, greedy, tools))
         try:
             await self._open(episodes, work)
             first = await self._together(episodes[:n])
@@ -275,10 +278,12 @@ class GroupGenerator:
             return fmean(sample_reward(rows) for rows in samples)
         return sample_reward([apply_stop_reason(row, self._config) for row in greedy.rows()])
 
-    def _session(self, work: Work) -> EnvSession:
+    def _session(self, work: Work, cache: GroupCache, number: int) -> EnvSession:
         extras = {**self._extras, **work.prompt.extras}
-        tokens = self._params[work.kind].max_generate_length
-        return EnvSession(work, self._rewards[work.kind], extras, tokens, self.threads)
+        tokens, prompt = self._params[work.kind].max_generate_length, work.prompt
+        name = [work.group_id, number, work.asked, prompt.env_class, prompt.messages, self._settings]
+        answers = cache.answers(digest_of(json.dumps(name, default=str).encode()))
+        return EnvSession(work, self._rewards[work.kind], extras, tokens, self.threads, answers)
 
     async def _open(self, episodes: Sequence[Episode], work: Work) -> None:
         messages, prompt = Messages(), Context([])

@@ -67,7 +67,8 @@ class WorkerOptions:
     """Options of a worker.
 
     Attributes:
-        capacity: training groups of n_samples each that are in flight at most; fewer while the engine's cache is full.
+        capacity: training groups of n_samples each that use the engine at most; fewer while its cache is full. Samples that
+            wait for environments or rewards use none.
         stall_s, load_s: how long the engine may show no progress, and while it takes in weights.
         engine_dtype, probe_tolerance: the engine's number type, and generator.inference_engine.probe_tolerance.
         dump_evals: whether texts and scores of evaluation samples are written.
@@ -278,9 +279,12 @@ class Worker:
         return self._limiter.room(self._groups())
 
     def _groups(self) -> int:
-        """Return the number of training groups in flight, in units of n_samples."""
-        samples = sum(item.n_samples for item in self._flight.values())
-        return -(-samples // self._options.n_samples)
+        """Return the number of training groups that use the engine, in units of n_samples; in waves all that are in flight."""
+        used = (max(0, item.n_samples - self._idle(item)) for item in self._flight.values())
+        return -(-sum(used) // self._options.n_samples)
+
+    def _idle(self, item: Work) -> int:
+        return 0 if self._options.waves else self._cache.idle(item.group_id)
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = self._holding()
@@ -493,5 +497,7 @@ class Worker:
             load = None
             with suppress(EngineError):  # whether it hangs is seen by the watchdog
                 load = await self._engine.load()
-            if load and self._limiter.update(load, self._groups()):
+            if load:
+                self._limiter.update(load, self._groups())
+            if self._free() > 0:  # also since samples wait for their environments
                 self._news.set()

@@ -17,6 +17,8 @@ from typing import IO, NamedTuple, cast
 from hpcrl.errors import DataError
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+PARTIAL = ".partial-"
+"""Prefix of the names of files that are being written."""
 _LEVEL = 1  # of gzip: nodes wait for archives
 
 
@@ -87,7 +89,7 @@ def _from_zstd(archive: Path) -> Iterator[IO[bytes]]:
 
 def write_compressed(directory: Path, write: Callable[[IO[bytes]], None]) -> Archive:
     """Compress what `write` writes into a new file of a directory, which the caller renames; it is on the disk then."""
-    descriptor, path = tempfile.mkstemp(prefix=".partial-", dir=directory)
+    descriptor, path = tempfile.mkstemp(prefix=PARTIAL, dir=directory)
     try:
         with os.fdopen(descriptor, "wb") as file:
             with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 
 from hpcrl.errors import DamagedError, DataError
-from hpcrl.rundir.commit import make_directory
-from hpcrl.sandboxes.archives import Hashed, uncompressed, write_compressed
+from hpcrl.rundir.commit import children, make_directory
+from hpcrl.sandboxes.archives import PARTIAL, Hashed, uncompressed, write_compressed
 from hpcrl.sandboxes.sandbox import Sandbox
+
+KEPT_S = 1800.0
+"""How long a snapshot stays that no state names: those of the last turns are not written yet."""
 
 _PIECE = 1 << 20
 
@@ -55,5 +58,31 @@ class SnapshotStore:
             plain.seek(0)
             yield cast(IO[bytes], plain)
 
+    def collect(self, named: Callable[[], Collection[str]]) -> int:
+        """Remove snapshots, and what writers that were killed have left, older than KEPT_S; return how many.
+
+        Others may put and open snapshots meanwhile: what is put once more is young again, and what is open stays readable. Ages are by the
+        clock of the filesystem.
+
+        Args:
+            named: returns the snapshots that are to stay.
+        """
+        if not children(self._path):
+            return 0
+        with tempfile.NamedTemporaryFile(dir=self._path, prefix=PARTIAL) as new:
+            now = os.stat(new.name).st_mtime
+        old = [path for path in self._path.iterdir() if _is_old(path, now)]
+        stay = {self._file(digest) for digest in named()} if old else set[Path]()
+        removed = [path for path in old if path not in stay and _is_old(path, now)]  # put once more meanwhile
+        for path in removed:
+            path.unlink(missing_ok=True)
+        return len(removed)
+
     def _file(self, digest: str) -> Path:
         return self._path / f"{digest}.tar.gz"
+
+
+def _is_old(path: Path, now: float) -> bool:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime < now - KEPT_S
+    return False

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,12 +17,16 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.data.cache_files import turn_file
+from hpcrl.rundir.checked_lines import append_lines
+from hpcrl.rundir.commit import write_bytes, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
+from hpcrl.sandboxes.snapshots import KEPT_S
 from hpcrl.types import Work
 from tests.controller.http_load import Load, measure
 from tests.controller.test_api import finish
+from tests.jobs.small_run import wait_for
 from tests.paths import CONFIGS, ROOT
 
 MODEL = CONFIGS / "quickstart" / "model"
@@ -114,6 +119,21 @@ def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
         work += evaluated(calls, run, work)
     assert [item.kind for item in work] == ["train"] * 3 + ["eval"] * 2
     assert {int(item.prompt.uid) for item in work if item.kind == "train"} <= {3, 4, 5}
+
+
+def test_snapshots_that_no_turn_names_are_removed(tmp_path: Path) -> None:
+    run, old = make_run(tmp_path, trainer={"eval_interval": 0}), time.time() - 2 * KEPT_S
+    named, unnamed, young = (f"{digit}" * 64 for digit in "abc")
+    files = {digest: run.snapshots / f"{digest}.tar.gz" for digest in (named, unnamed, young)}
+    for digest, path in files.items():
+        write_bytes(path, b"snapshot")
+        if digest != young:
+            os.utime(path, (old, old))
+    state = {"past": "", "said": "", "answer": {}, "state": json.dumps({"snapshot": named})}
+    append_lines(turn_file(run, "rollout-0", "g00000001", 0), [state])
+    with controller(run):
+        wait_for(lambda: not files[unnamed].exists(), lambda: "it stays", 60)
+    assert set(run.snapshots.iterdir()) == {files[named], files[young]}
 
 
 @pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.faults_slow)])

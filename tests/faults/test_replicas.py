@@ -1,4 +1,4 @@
-"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37, 45 to 50 and 53), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37, 45 to 50, 53 and 55), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -84,6 +84,50 @@ def test_41_in_the_middle_of_long_conversations(scenario: Scenario, victim: str)
     assert not run.turns.exists()
 
 
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("victim", ["worker", "engine", "rank", "controller", "agent", "job"])
+def test_55_an_episode_goes_on_from_its_last_turn(scenario: Scenario, victim: str) -> None:
+    """Its environment answers at random, and is not asked again for what was kept: what the policy is shown stays, and what it said is found."""
+    answers = scenario.path / "answers"
+    plays = {
+        "environment.env_class": "dice:Dice",
+        "environment.custom.answers": str(answers),
+        "python_path": [str(OWN)],
+        "generator.max_turns": 5,
+        "generator.max_input_length": 240,
+    }
+    scenario.knobs(latency_s=2.5)
+    run = scenario.submit({**plays, "trainer.max_steps": 2, "trainer.eval_interval": 0})
+    scenario.wait(lambda: len(_answers_left(run)) > 12, "answers that are kept", START_S, run)
+    victims = {
+        "worker": scenario.worker,
+        "engine": scenario.engine,
+        "rank": scenario.rank,
+        "controller": scenario.controller,
+        "agent": scenario.agent,
+    }
+    if victim == "job":
+        scenario.slurm("scontrol", "requeue", scenario.job_of(run))
+    else:
+        send([victims[victim](run)], SIGKILL)
+    kept, before = _answers_left(run), len(answers.read_text().splitlines())
+    scenario.wait(lambda: trained_groups(run), "the first batch", 2 * START_S, run)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run, steps=2, same_values=False)
+    given = answers.read_text().splitlines()
+    wanted = 2 * BATCH * SAMPLES * 5
+    print(f"{victim}: {len(kept)} of {before} answers were kept; {len(given) - wanted} were given again")
+    assert len(given) - wanted <= before - len(kept), "no kept answer is asked for again"
+    assert curve(run, "environment/turns") == {1: 5.0, 2: 5.0}
+
+
+def _answers_left(run: Run) -> list[str]:
+    """Return the answers to turns that are kept."""
+    files = [path for found in turn_files(run).values() for path in found]
+    kept = [one["answer"] for path in files for one in read_turns(path).answers]
+    return [one["observations"][0]["content"] for one in kept if one["metrics"]]
+
+
 EVALUATED = 40
 
 
@@ -130,7 +174,7 @@ def _evaluated(run: Run, version: int) -> list[str]:
 
 def _tokens_left(run: Run) -> int:
     files = [path for found in turn_files(run).values() for path in found]
-    return sum(len(turn["token_ids"]) for path in files for turn in read_turns(path)[0])
+    return sum(len(turn["token_ids"]) for path in files for turn in read_turns(path).turns)
 
 
 @pytest.mark.nodes(3)

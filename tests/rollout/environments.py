@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from hpcrl.envs.base import Messages, Turn
+from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.base import LONGEST_STATE, Messages, Turn
+from hpcrl.envs.rewards.response import Response
 
 CLOSED: list[str] = []
 STEPS: list[tuple[str, float, float]] = []
@@ -73,6 +76,63 @@ class Talks(CountLetters):
 class TalksOtherwise(Talks):
     def step(self, action: str) -> Turn:
         return replace(super().step(action), observations=[{"role": "user", "content": "cba"}])
+
+
+class Dice(CountLetters):
+    """Answers twice with random letters, and knows how often it has answered; records what it is asked."""
+
+    asked: ClassVar[list[str]] = []
+    fails: ClassVar[bool] = False
+
+    def init(self, messages: Messages) -> Messages:
+        self.asked.append("init")
+        self._answered = 0
+        return [{**messages[0], "content": f"sort: {self._letters()}"}]
+
+    def step(self, action: str) -> Turn:
+        self.asked.append("step")
+        self._answered += 1
+        answer = [{"role": "user", "content": self._letters()}]
+        return Turn(answer, float(len(action)), done=self._answered == 3, metrics={"answered": self._answered})
+
+    def state(self) -> str | None:
+        return str(self._answered)
+
+    def resume(self, state: str) -> None:
+        self.asked.append(f"resume {state}")
+        if self.fails:
+            raise OSError("no such snapshot")
+        self._answered = int(state)
+
+    @staticmethod
+    def _letters() -> str:
+        return "".join(random.choices("abcdef", k=8))
+
+
+class Remembers(Talks):
+    """Calls something else its state."""
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        super().__init__(extras)
+        self.state = {"turn": 0}
+
+
+class TooMuch(Dice):
+    def state(self) -> str | None:
+        return "x" * (LONGEST_STATE + 1)
+
+
+class Tuples(Dice):
+    """Answers with what JSON would change."""
+
+    def step(self, action: str) -> Turn:
+        turn = super().step(action)
+        return replace(turn, observations=[{**turn.observations[0], "parts": (1, 2)}])
+
+
+def paid(response: Response, environment: EnvironmentConfig) -> float:  # noqa: ARG001
+    Dice.asked.append("paid")
+    return float(len(response.text))
 
 
 class Flaky(CountLetters):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.cache_files import read_turns, turn_files
+from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.generation_cache import GenerationCache, GroupCache
 from hpcrl.rollout.group import Group
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Work
-from tests.rollout.conftest import WithEngine
+from tests.rollout.conftest import WithEngine, runner
+from tests.rollout.environments import Dice
 from tests.rollout.material import PROMPT, as_version, slowly
 from tests.rollout.test_generate import HERE, TOKENIZER, work
 
@@ -84,7 +87,7 @@ async def begun(engine: Engine, run: Run, item: Work, config: GeneratorConfig, e
     cache = await kept.begin(item)
     generator = GroupGenerator(engine, TOKENIZER, config, TOGETHER)
     group = asyncio.create_task(generator.generate(item, cache))
-    while not group.done() and sum(len(read_turns(path)[0]) for path in written(run)) < enough:
+    while not group.done() and sum(len(read_turns(path).turns) for path in written(run)) < enough:
         cache.note(await engine.ended())
         kept.write()
         await asyncio.sleep(0)
@@ -109,7 +112,7 @@ async def gone_on(engine: Engine, run: Run, item: Work, config: GeneratorConfig)
 
 
 def tokens_left(run: Run, turn: int | None = None) -> int:
-    turns = [one for path in written(run) for one in read_turns(path)[0]]
+    turns = [one for path in written(run) for one in read_turns(path).turns]
     return sum(len(one["token_ids"]) for one in turns if turn in (None, one["turn"]))
 
 
@@ -243,7 +246,7 @@ def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixtu
     asyncio.run(left_by(run, said))
     (path,) = written(run)
     whole = path.read_bytes()
-    (turn,), damaged = read_turns(path)
+    (turn,), _, damaged = read_turns(path)
     assert (turn["token_ids"], turn["logprobs"], turn["sampling_mask"], damaged) == (
         [5, 1],
         [-1.0, -2.0],
@@ -259,10 +262,10 @@ def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixtu
         (b"", 0, 0),
     ]:
         path.write_bytes(content)
-        assert (len(read_turns(path)[0]), read_turns(path)[1]) == (turns, damaged)
+        assert (len(read_turns(path).turns), read_turns(path).damaged) == (turns, damaged)
     path.write_bytes(whole)
     newer = path.rename(path.with_name("g7.v4.jsonl"))
-    assert read_turns(newer) == ([], 0), "it is of an older version than the file says"
+    assert read_turns(newer) == ([], [], 0), "it is of an older version than the file says"
     newer.rename(path)
 
     async def next_worker() -> list[Generation]:
@@ -302,3 +305,135 @@ def test_short_groups_leave_no_files(run: Run) -> None:
 
     asyncio.run(play())
     assert not run.turns.exists()
+
+
+@pytest.fixture
+def asked() -> list[str]:
+    """What all Dice are asked."""
+    Dice.asked.clear()
+    return Dice.asked
+
+
+def test_answers_of_an_environment_with_a_state_are_not_asked_for_again(
+    embedded: Embedded, models: list[Path], run: Run, asked: list[str]
+) -> None:
+    """They are random: whoever asked again would get others, and generate all that follows again."""
+
+    async def play(engine: Engine) -> tuple[list[dict[str, Any]], int, Group]:
+        with slowly(models[0]):
+            await begun(engine, run, work("Dice", n_samples=8), TALKS, 12)
+        asked.clear()
+        found = [one for path in written(run) for one in read_turns(path).answers]
+        return found, tokens_left(run), await gone_on(engine, run, work("Dice", n_samples=8), TALKS)
+
+    found, left_tokens, group = runner(embedded, models[0])(play)
+    answered = [one for one in found if one["answer"]["metrics"]]
+    turns = sum(message["role"] == "assistant" for messages in group.conversations for message in messages)
+    assert "init" not in asked
+    assert asked.count("step") == turns - len(answered) < turns
+    assert group.cached_tokens == left_tokens, "each turn that was left is found"
+    shown = [message["content"] for messages in group.conversations for message in messages]
+    assert {one["answer"]["observations"][0]["content"] for one in answered} <= set(shown)
+    assert [row.env_metrics["answered"] for row in group.samples] == [3.0] * 8
+
+
+SAID, OTHER = Generation([5, 1], [-1.0, -2.0], "stop", [3, 3]), Generation([6, 1], [-1.0, -2.0], "stop", [3, 3])
+ALONE = work("Dice", n_samples=1)
+
+
+def played(
+    run: Run, worker: str, item: Work, says: Generation = SAID, environment: EnvironmentConfig = TOGETHER
+) -> Group:
+    """Return a group by an engine that always says the same, and leave its turns as a worker that is killed at its end."""
+
+    async def play() -> Group:
+        engine: Any = Says(says, 3)
+        kept = GenerationCache(run, worker, engine)
+        group = await GroupGenerator(engine, TOKENIZER, TALKS, environment).generate(item, await kept.begin(item))
+        kept.write()
+        return group
+
+    return asyncio.run(play())
+
+
+def lose(run: Run, is_lost: Callable[[dict[str, Any]], bool]) -> None:
+    """Lose lines of the only file of turns."""
+    (path,) = written(run)
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join(line for line in lines if not line or not is_lost(json.loads(line))))
+
+
+def answer_of(line: dict[str, Any]) -> float | None:
+    """Return how often the environment had answered with an answer; None for another line."""
+    return line["answer"]["metrics"].get("answered", 0) if "answer" in line else None
+
+
+def test_an_episode_that_is_done_needs_no_environment(run: Run, asked: list[str]) -> None:
+    first = played(run, "rollout-0", work("Dice"))
+    asked.clear()
+    assert same(played(run, "rollout-1", left(run, work("Dice"))), first)
+    assert asked == []
+
+
+@pytest.mark.parametrize(("lost", "expected"), [
+    (3, ["resume 2", "step"]), (2, ["resume 1", "step", "step"]), (0, ["init", "step", "step", "step"]),
+])  # fmt: skip
+def test_it_goes_on_after_the_last_answer_that_was_kept(
+    run: Run, asked: list[str], lost: int, expected: list[str]
+) -> None:
+    """A kill leaves a turn without its answer, and damage leaves answers without those before them."""
+    first = played(run, "rollout-0", ALONE)
+    lose(run, lambda line: answer_of(line) == lost)
+    asked.clear()
+    again = played(run, "rollout-1", left(run, ALONE))
+    assert asked == expected
+    assert again.conversations[0][: max(0, 2 * lost - 1)] == first.conversations[0][: max(0, 2 * lost - 1)]
+    assert again.samples[0].env_metrics["answered"] == 3.0
+    asked.clear()
+    assert same(played(run, "rollout-2", left(run, ALONE)), again), "of what two have left, too"
+    assert asked == []
+
+
+def test_from_where_the_policy_says_something_else_the_environment_goes_on(run: Run, asked: list[str]) -> None:
+    played(run, "rollout-0", ALONE)
+    lose(run, lambda line: line.get("turn", 0) > 0 or answer_of(line) == 3)
+    asked.clear()
+    again = played(run, "rollout-1", left(run, ALONE), OTHER)
+    assert asked == ["resume 2", "resume 1", "step", "step"]
+    assert again.samples[0].env_metrics["answered"] == 3.0
+    assert again.cached_tokens == len(SAID.token_ids)
+
+
+def test_an_environment_that_cannot_go_on_begins_again(
+    run: Run, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as after the loss of its snapshot."""
+    played(run, "rollout-0", ALONE)
+    lose(run, lambda line: answer_of(line) == 3)
+    asked.clear()
+    monkeypatch.setattr(Dice, "fails", True)
+    again = played(run, "rollout-1", left(run, ALONE))
+    assert asked == ["resume 2", "init", "step", "step", "step"]
+    assert not again.failures
+    assert "no such snapshot" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("env_class", "said"), [
+    ("Talks", None), ("Remembers", None), ("TooMuch", "expected a text of at most"), ("Tuples", None),
+])  # fmt: skip
+def test_what_is_not_kept(run: Run, env_class: str, said: str | None) -> None:
+    """Answers without a state, of a class that calls something else its state, and messages that JSON would change."""
+    group = played(run, "rollout-0", work(env_class, n_samples=1))
+    assert sum(len(read_turns(path).answers) for path in written(run)) == (env_class == "Tuples")
+    assert [said in failure for failure in group.failures] == [True] if said else not group.failures
+
+
+def test_rewards_that_were_given_are_kept(run: Run, asked: list[str]) -> None:
+    """They may have taken minutes."""
+    paid = EnvironmentConfig(reward_function={f"{HERE}:paid": 1.0})
+    first = played(run, "rollout-0", work(), environment=paid)
+    assert asked == ["paid"] * 6
+    assert same(played(run, "rollout-1", left(run, work()), environment=paid), first)
+    assert asked == ["paid"] * 6
+    played(run, "rollout-1", left(run, work()), environment=replace(paid, reward_function={f"{HERE}:paid": 2.0}))
+    assert asked == ["paid"] * 12, "of other settings they are others"

@@ -260,6 +260,35 @@ def test_a_group_that_nobody_waits_for_is_given_up(
     assert handed_over(run, 5) == {"g2", "g3", "g4"}
 
 
+def test_rewards_that_take_long_hold_no_place_in_the_engine_and_no_weights(
+    run: Run,
+    controller: FakeController,
+    server: Server,
+    with_engine: WithEngine[Any],
+    models: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another group is generated meanwhile, and newer weights are loaded; the score comes when it does."""
+    monkeypatch.setattr("hpcrl.rollout.generation_cache.IDLE_S", 0.2)
+    Stuck.go.clear()
+    controller.work.extend([item("g1", env_class="tests.rollout.environments:Stuck"), item("g2")])
+    thread, failed = start(run, server, with_engine, capacity=1)
+    try:
+        wait_for(lambda: len(controller.completed) == 1, 60, f"no g2, {failed}")
+        publish(run, 1, models[1])
+        controller.version = 1
+        wait_for(lambda: controller.claims[-1]["version"] == 1, 60, f"still version 0, {failed}")
+        assert controller.claims[-1]["holding"] == ["g1"]
+        Stuck.go.set()
+        wait_for(lambda: len(controller.completed) == 2, 60, f"no g1, {failed}")
+    finally:
+        Stuck.go.set()
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert [(meta.group_id, meta.newest_version) for meta in controller.completed] == [("g2", 0), ("g1", 0)]
+
+
 @pytest.mark.parametrize(("claim_takes", "complete_takes"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])
 def test_evaluation_is_not_interrupted_by_new_weights(
     run: Run,

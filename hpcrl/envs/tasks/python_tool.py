@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping
 from decimal import Decimal
@@ -41,6 +42,12 @@ class PythonTool(Environment):
 
     def solution(self) -> str | None:
         return f"<answer>{self._truth}</answer>"
+
+    def state(self) -> str | None:
+        return json.dumps([self._left, self._metrics])
+
+    def resume(self, state: str) -> None:
+        self._left, self._metrics = json.loads(state)
 
     def step(self, action: str) -> Turn:
         self._left -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Mapping
@@ -50,6 +51,12 @@ class Search(Environment):
 
     def solution(self) -> str | None:
         return f"<answer>{next(iter(self._answers.values()))}</answer>"
+
+    def state(self) -> str | None:
+        return json.dumps([self._left, self._searches])
+
+    def resume(self, state: str) -> None:
+        self._left, self._searches = json.loads(state)
 
     def step(self, action: str) -> Turn:
         self._left -= 1

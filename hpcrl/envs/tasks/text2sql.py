@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,12 @@ class Text2SQL(Environment):
 
     def solution(self) -> str | None:
         return f"<solution>{self._truth}</solution>"
+
+    def state(self) -> str | None:
+        return json.dumps([self._left, self._metrics])
+
+    def resume(self, state: str) -> None:
+        self._left, self._metrics = json.loads(state)
 
     def step(self, action: str) -> Turn:
         self._left -= 1

@@ -143,8 +143,7 @@ def _datasets(run: Run) -> Iterator[str]:
 
 def _turns(run: Run) -> Iterator[str]:
     for path in sorted(path for files in turn_files(run).values() for path in files):
-        _, damaged = read_turns(path)
-        if damaged:
+        if damaged := read_turns(path).damaged:
             yield f"{path}: {damaged} of its lines"
 
 

@@ -20,7 +20,7 @@ from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.sections.environment import LLMJudgeConfig, RobotConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.sources import Source
-from hpcrl.envs.base import Environment
+from hpcrl.envs.base import Environment, state_of
 from hpcrl.envs.examples import CORPUS, databases, rows_of
 from hpcrl.envs.examples.make import MAKERS, rows
 from hpcrl.envs.registry import ENVIRONMENTS, common_extras, environment_class, make_environment
@@ -206,6 +206,11 @@ PAGES = [
 ]
 
 
+def environment_of(row: dict[str, Any], config: EnvironmentConfig) -> Environment:
+    extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class", "data_source")}
+    return cast(Environment, make_environment(row["env_class"], {**common_extras(config, 4), **extras}))
+
+
 @pytest.mark.parametrize(("page", "number", "played"), PAGES, ids=[f"{page}-{number}" for page, number, _ in PAGES])
 def test_conversations_of_the_docs_go_as_they_say(
     page: str, number: int, played: dict[str, Any], config: EnvironmentConfig
@@ -214,8 +219,7 @@ def test_conversations_of_the_docs_go_as_they_say(
     if row["env_class"] == "python_tool" and sys.version_info < (3, 11):
         pytest.skip("older Pythons have no marks in a traceback")
     assert row["env_class"] in ENVIRONMENTS
-    extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class", "data_source")}
-    environment = make_environment(row["env_class"], {**common_extras(config, 4), **extras})
+    environment = environment_of(row, config)
     prompt = row["prompt"]
     environment.init([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
     for turn in played["turns"]:
@@ -224,6 +228,18 @@ def test_conversations_of_the_docs_go_as_they_say(
         assert found | ({} if answer.done else {"observation": answer.observations[0]["content"]}) == turn
     environment.close()
     assert answer.done, (page, number)
+
+
+@pytest.mark.parametrize("page", ["python_tool", "search", "text2sql"])
+def test_another_process_goes_on_after_each_turn(page: str, config: EnvironmentConfig) -> None:
+    played = next(played for name, _, played in PAGES if name == page)
+    first = environment_of(played["row"], config)
+    first.init([])
+    for turn in played["turns"]:
+        state, second = state_of(first), environment_of(played["row"], config)
+        assert state is not None
+        second.resume(state)
+        assert second.step(turn["action"]) == first.step(turn["action"])
 
 
 def test_the_environment_of_the_docs_works() -> None:
