@@ -28,6 +28,7 @@ from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.grouped import WeightedGroupRewards
 from hpcrl.envs.rewards.remote import Endpoints
+from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestError, ServiceError, UserCodeError
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
@@ -145,6 +146,7 @@ class GroupGenerator:
         kept: where images that samples were shown are kept; None: nowhere.
         teacher_inputs: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
+        sandboxes: that environments may start; None: there are none.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class GroupGenerator:
         reader: ImageReader | None = None,
         kept: SampleImages | None = None,
         model: Pretrained | None = None,
+        sandboxes: Sandboxes | None = None,
     ) -> None:
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._teacher_inputs = teacher_inputs or TeacherInputs()
@@ -169,7 +172,7 @@ class GroupGenerator:
         self._vocabulary = len(tokenizer)
         self._teacher_inputs.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
-        self._extras = common_extras(environment, config.max_turns)
+        self._extras = common_extras(environment, config.max_turns, sandboxes)
         self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         together = environment.group_reward_function
@@ -454,6 +457,7 @@ def conversations(
     rewards: Callable[[], Endpoints] | None = None,
     teacher_inputs: TeacherInputs | None = None,
     model: Pretrained | None = None,
+    sandboxes: Sandboxes | None = None,
 ) -> Maker:
     """Return the maker of the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
 
@@ -461,7 +465,7 @@ def conversations(
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica, model, reader) as server:
             yield generator(
-                engine, tokenizer, config, environment, baselines, rewards, teacher_inputs, server, reader, kept, model
+                engine, tokenizer, config, environment, baselines, rewards, teacher_inputs, server, reader, kept, model, sandboxes
             )  # fmt: skip
 
     return made
