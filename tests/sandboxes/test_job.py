@@ -78,6 +78,14 @@ def serves(run: Run, process: subprocess.Popen[bytes]) -> bool:
     return status is not None and (status.state, status.pid) == (SERVING, process.pid)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="the tests are not root's")
+def test_root_serves_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    command = [sys.executable, str(ROOT / "jobs" / "sandbox.py"), str(run.path)]
+    ended = subprocess.run(command, env=os.environ | PLACE, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "for ordinary users" in ended.stderr) == (SandboxError.exit_code, True), ended.stderr
+
+
 def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, user: Path) -> None:
     sandboxes = sandboxes_of(run, 1, 1)
     with serving(run, user / "one") as process:
@@ -107,11 +115,3 @@ def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, us
         with pytest.raises(SandboxLost):
             one.read("/file")
     assert not list((user / "one").iterdir()), "it has left something"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the tests are not root's")
-def test_root_serves_none(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    command = [sys.executable, str(ROOT / "jobs" / "sandbox.py"), str(run.path)]
-    ended = subprocess.run(command, env=os.environ | PLACE, capture_output=True, text=True, check=False)
-    assert (ended.returncode, "for ordinary users" in ended.stderr) == (SandboxError.exit_code, True), ended.stderr

@@ -42,7 +42,7 @@ from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
 
-_Asked = TypeVar("_Asked", ElasticConfig, UploadJobConfig, EvaluationJobConfig, SandboxesConfig)
+_Asked = TypeVar("_Asked", bound=ElasticConfig | UploadJobConfig | EvaluationJobConfig | SandboxesConfig)
 
 
 @dataclass(frozen=True)
