@@ -11,7 +11,8 @@
     ├── UserCodeError     8   an environment or a reward function raised
     ├── ServiceError      9   a service that an environment or a reward asks, or a store for uploads, is away or gives no usable answer
     ├── DeviceError      10   a node lacks what the run is to use
-    └── RefusedRequestError 12 the inference engine refuses one request, and answers others
+    ├── RefusedRequestError 12 the inference engine refuses one request, and answers others
+    └── SandboxError     13   a sandbox cannot be started, has ended, or refuses what is asked
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
@@ -84,6 +85,10 @@ class DeviceError(HpcrlError):
 
 class RefusedRequestError(HpcrlError):
     exit_code = 12
+
+
+class SandboxError(HpcrlError):
+    exit_code = 13
 
 
 def did_you_mean(name: str, known: abc.Iterable[str], most: int = 1, alike: float = 0.6) -> str:

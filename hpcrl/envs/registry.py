@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.import_path import imported
 from hpcrl.envs.base import AgentEnvironment, Environment
 from hpcrl.envs.skyrl_gym import SkyRLGymEnvironment, is_of_skyrl_gym
 from hpcrl.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from hpcrl.envs.tools.sandboxes import Sandboxes
 
 EnvironmentClass = Callable[[Mapping[str, Any]], Environment | AgentEnvironment]
 
@@ -83,16 +86,18 @@ def is_agent(environment: object) -> bool:
     return callable(getattr(environment, "play", None)) and not callable(getattr(environment, "step", None))
 
 
-def common_extras(environment: EnvironmentConfig, max_turns: int) -> dict[str, Any]:
+def common_extras(environment: EnvironmentConfig, max_turns: int, sandboxes: Sandboxes | None = None) -> dict[str, Any]:
     """Return what all environments of a run can read beside the columns of their row, which go first.
 
     Args:
         environment: the section `environment`, a user's own fields included where its class is one of `make_config`.
         max_turns: generator.max_turns.
+        sandboxes: of the run (slurm.sandboxes); None: it has none.
     """
     return {
         "environment": environment,
         "custom": environment.custom,
         "skyrl_gym": environment.skyrl_gym,
         "max_turns": max_turns,
+        "sandboxes": sandboxes,
     }

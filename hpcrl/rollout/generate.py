@@ -29,7 +29,16 @@ from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.grouped import WeightedGroupRewards
 from hpcrl.envs.rewards.remote import Endpoints
-from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestError, ServiceError, UserCodeError
+from hpcrl.envs.tools.sandboxes import Sandboxes
+from hpcrl.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    RefusedRequestError,
+    SandboxError,
+    ServiceError,
+    UserCodeError,
+)
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, ask, place_of, scorer_of
@@ -48,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # of one sample; any other error would come again with the next
-_FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
+_FAILURES = (UserCodeError, ServiceError, SandboxError, RefusedRequestError)
 
 
 class Generator(Protocol):
@@ -147,6 +156,7 @@ class GroupGenerator:
         kept: where images that samples were shown are kept; None: nowhere.
         teacher_inputs: what training groups have for teachers; None: nothing.
         model: of the policy, whose files name tokens that end a turn; None: only its tokenizer and the template do.
+        sandboxes: that environments may start; None: there are none.
     """
 
     def __init__(
@@ -162,6 +172,7 @@ class GroupGenerator:
         reader: ImageReader | None = None,
         kept: SampleImages | None = None,
         model: Pretrained | None = None,
+        sandboxes: Sandboxes | None = None,
     ) -> None:
         self._engine, self._config, self._baselines, self._server = engine, config, baselines, server
         self._teacher_inputs = teacher_inputs or TeacherInputs()
@@ -171,7 +182,7 @@ class GroupGenerator:
         self._vocabulary = len(tokenizer)
         self._teacher_inputs.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
-        self._extras = common_extras(environment, config.max_turns)
+        self._extras = common_extras(environment, config.max_turns, sandboxes)
         self._params = {"train": config.sampling_params, "eval": config.eval_sampling}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         together = environment.group_reward_function
@@ -459,6 +470,7 @@ def conversations(
     rewards: Callable[[], Endpoints] | None = None,
     teacher_inputs: TeacherInputs | None = None,
     model: Pretrained | None = None,
+    sandboxes: Sandboxes | None = None,
 ) -> Maker:
     """Return the maker of the generator of language models; arguments as of `GroupGenerator`, or of `generator` in its place."""
 
@@ -466,7 +478,7 @@ def conversations(
     async def made(engine: Engine) -> AsyncIterator[Generator]:
         async with serving(config, tokenizer, replica, model, reader) as server:
             yield generator(
-                engine, tokenizer, config, environment, baselines, rewards, teacher_inputs, server, reader, kept, model
+                engine, tokenizer, config, environment, baselines, rewards, teacher_inputs, server, reader, kept, model, sandboxes
             )  # fmt: skip
 
     return made

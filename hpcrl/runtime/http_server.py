@@ -40,6 +40,7 @@ _ACCEPTED, _WAITING = (
     32,
     1024,
 )  # connections that asyncio takes at a time, before one of them can be ended; and that wait for it
+BODY_S = 60.0
 IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
 
 
@@ -193,15 +194,34 @@ def body_size(given: Mapping[str, str]) -> int:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the body of a request; Refused with 413 where it is larger than MAX_BODY."""
-    body = bytearray()
+    """Return the body of a request.
+
+    Refused with 413 where it is larger than MAX_BODY, and with 408 where it takes longer than BODY_S: meanwhile it counts among the bytes
+    that a server holds.
+    """
+    first = await receive()
+    body = first.get("body", b"")
+    _expect_bounded(body)
+    if not first.get("more_body", False):  # of most requests: a time limit is a task of its own
+        return body
+    try:
+        return await asyncio.wait_for(_read_rest(bytearray(body), receive), BODY_S)
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the body of the request takes longer than {BODY_S:g} s") from None
+
+
+async def _read_rest(body: bytearray, receive: Receive) -> bytes:
     while True:
         message = await receive()
         body += message.get("body", b"")
-        if len(body) > MAX_BODY:
-            raise Refused(413, f"request larger than {MAX_BODY} bytes")
+        _expect_bounded(body)
         if not message.get("more_body", False):
             return bytes(body)
+
+
+def _expect_bounded(body: bytes | bytearray) -> None:
+    if len(body) > MAX_BODY:
+        raise Refused(413, f"request larger than {MAX_BODY} bytes")
 
 
 def parse_json(content: bytes) -> Any:

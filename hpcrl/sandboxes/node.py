@@ -6,14 +6,15 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
+from hpcrl.errors import DataError, SandboxError
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.sandboxes.images import ImageStore
-from hpcrl.sandboxes.sandbox import Sandbox, SandboxError, SandboxLimits
+from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
 MOST_REQUESTS = 4
@@ -47,6 +48,7 @@ class NodeSandboxes:
     Args:
         most: sandboxes at a time.
         lease_s: a sandbox ends where nothing was asked of it for this time.
+        network: names of the images whose sandboxes may have the node's network.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class NodeSandboxes:
         most: int,
         lease_s: float,
         limits: SandboxLimits | None = None,
+        network: Collection[str] = (),
     ) -> None:
-        self.most, self._lease_s, self._limits = most, lease_s, limits or SandboxLimits()
+        self.most, self.lease_s, self._limits, self._network = most, lease_s, limits or SandboxLimits(), network
         self._images, self._snapshots, self._scratch = images, snapshots, Scratch("sandboxes")
         self._held, self._starting, self._closed, self._lock = dict[bytes, Leased](), 0, False, threading.Lock()
 
@@ -70,9 +73,12 @@ class NodeSandboxes:
 
         Raises:
             NodeFull: there are as many as there may be.
-            DataError: there is no such image or snapshot.
+            DataError: there is no such image or snapshot, or the image may not have the network.
             SandboxError: it cannot start on this node.
         """
+        if network and name not in self._network:
+            allowed = ", ".join(sorted(self._network)) or "none"
+            raise DataError(f"sandboxes of image {name!r} have no network; those that may: {allowed}")
         with self._lock:
             if self._closed or self.running >= self.most:
                 raise NodeFull(
@@ -83,7 +89,7 @@ class NodeSandboxes:
             sandbox = self._start(name, network, snapshot)
             key = secrets.token_urlsafe(32)
             with self._lock:
-                self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self._lease_s)
+                self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self.lease_s)
                 closed = self._closed
         finally:
             with self._lock:
@@ -132,7 +138,7 @@ class NodeSandboxes:
         finally:
             with self._lock:
                 held.users -= 1
-                held.until = time.monotonic() + self._lease_s
+                held.until = time.monotonic() + self.lease_s
 
     def keep(self, key: str) -> str:
         """Keep a snapshot of a sandbox; return its name."""

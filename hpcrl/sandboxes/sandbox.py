@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import selectors
 import socket
@@ -18,13 +19,13 @@ import tempfile
 import termios
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.errors import DataError, SandboxError
 from hpcrl.sandboxes import inside
 from hpcrl.sandboxes.inside import LONGEST_MESSAGE, receive, send
 
@@ -39,12 +40,11 @@ _ENVIRONMENT = {
 _START_S, _TRANSFER_S, _GRACE_S = 120.0, 120.0, 2.0
 _PIECE, _MOST_PIECES = 1 << 16, 64
 _NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
+_END_OF_INPUT = b"\x04"
 
 
-class SandboxError(HpcrlError):
-    """A sandbox cannot be started, has ended, or refuses what is asked."""
-
-    exit_code = 10
+class SandboxEnded(SandboxError):
+    """A sandbox has ended."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,31 @@ class SandboxCommand:
         with suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
 
-    def output(self, given: bytes | None = None) -> Iterator[tuple[str, bytes]]:
+    def output(self, given: bytes | None = None, most: float = math.inf) -> Iterator[tuple[str, bytes]]:
         """Yield what it writes, with the name of the stream, until it has ended; what its background processes write later is lost.
 
         The program is cancelled where the iterator is closed before its end.
 
         Args:
-            given: all of its input, which is closed then; None: `write` has it.
+            given: all of its input, which ends then; None: `write` has it.
+            most: bytes that are yielded; a program that writes more is ended.
         """
+        over = False
+        with closing(self._output(given)) as pieces:
+            for name, piece in pieces:
+                fits = piece[: int(min(most, len(piece)))]
+                most -= len(fits)
+                if fits:
+                    yield name, fits
+                if len(fits) < len(piece) and not over:
+                    over = True
+                    self.cancel()
+        if over:
+            self.result = Ended(None, "output")
+
+    def _output(self, given: bytes | None) -> Generator[tuple[str, bytes], None, None]:
+        if given is not None and len(self.streams) == 1:
+            given += _typed_end(given)
         left, killed = memoryview(given or b""), False
         with selectors.DefaultSelector() as selector:
             for stream in (*self.streams, self.control):
@@ -238,11 +255,11 @@ class Sandbox:
         directory: str = "/",
         snapshot: IO[bytes] | None = None,
     ) -> None:
-        if os.geteuid() == 0:
-            raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
+        require_ordinary_user()
         self.limits = limits or SandboxLimits()
         self._environment, self._directory = {**_ENVIRONMENT, **(environment or {})}, directory
         self._lock, self._memory_killed = threading.Lock(), float("-inf")
+        self._changing = threading.RLock()  # held by a snapshot, while which nothing else begins
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
         self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -298,9 +315,12 @@ class Sandbox:
             "environment": {**self._environment, **(environment or {})},
             "directory": directory or self._directory,
         }
+        with self._changing:
+            return self._begin(message, time.monotonic() + seconds)
+
+    def _begin(self, message: Mapping[str, Any], deadline: float) -> SandboxCommand:
         control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        deadline = time.monotonic() + seconds
-        if terminal:
+        if message["terminal"]:
             with other:
                 self._send(message, [other.fileno()])
             control.settimeout(_GRACE_S)
@@ -329,15 +349,11 @@ class Sandbox:
         self, command: Sequence[str], seconds: float, *, most: int = 1 << 20, given: bytes = b"", **how: Any
     ) -> Output:
         """Run a program with an input, and return what it writes; it is ended when it writes more than `most` bytes."""
-        program, found, size = self.begin(command, seconds, **how), {"stdout": bytearray(), "stderr": bytearray()}, 0
-        for name, piece in program.output(given):
-            found[name] += piece[: most - size]
-            size = min(most, size + len(piece))
-            if size == most:
-                program.cancel()
+        program, found = self.begin(command, seconds, **how), {"stdout": bytearray(), "stderr": bytearray()}
+        for name, piece in program.output(given, most):
+            found[name] += piece
         assert program.result
-        result = Ended(None, "output") if size == most else program.result
-        return Output(result.code, result.ended, bytes(found["stdout"]), bytes(found["stderr"]))
+        return Output(program.result.code, program.result.ended, bytes(found["stdout"]), bytes(found["stderr"]))
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Write a file of the sandbox, with the directories above it."""
@@ -362,14 +378,15 @@ class Sandbox:
         return bytes(content)
 
     def snapshot(self, out: IO[bytes]) -> None:
-        """Write what its programs have changed, as a tar archive; they are stopped meanwhile."""
+        """Write what its programs have changed, as a tar archive; they are stopped meanwhile, and nothing else begins."""
 
         def take(stream: int) -> None:
             with os.fdopen(stream, "rb") as source:
                 while piece := source.read(1 << 20):
                     out.write(piece)
 
-        self._transfer({"do": "snapshot"}, take, reads=True)
+        with self._changing:
+            self._transfer({"do": "snapshot"}, take, reads=True)
 
     def kill(self) -> None:
         """Kill all its programs; its files stay."""
@@ -400,7 +417,8 @@ class Sandbox:
         own, theirs = (reading, writing) if reads else (writing, reading)
         with control, other:
             try:
-                self._send(message, [other.fileno(), theirs])
+                with self._changing:
+                    self._send(message, [other.fileno(), theirs])
             except BaseException:
                 os.close(own)
                 raise
@@ -421,7 +439,7 @@ class Sandbox:
             )
 
     def _kill_late(self) -> None:
-        with suppress(SandboxError):  # it has ended meanwhile
+        with suppress(SandboxEnded):
             self.kill()
 
     def _send(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -430,12 +448,23 @@ class Sandbox:
                 f"a command and its environment have at most {LONGEST_MESSAGE} bytes; write a file instead"
             )
         if self._owner.fileno() < 0 or self._process.poll() is not None:
-            raise SandboxError("the sandbox has ended")
+            raise SandboxEnded("the sandbox has ended")
         with self._lock:
             try:
                 send(self._owner, message, descriptors)
             except OSError as error:
-                raise SandboxError("the sandbox has ended") from error
+                raise SandboxEnded("the sandbox has ended") from error
+
+
+def require_ordinary_user() -> None:
+    """Raise SandboxError where this process is root's."""
+    if os.geteuid() == 0:
+        raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
+
+
+def _typed_end(given: bytes) -> bytes:
+    """Return what ends an input in a terminal: the character of its end, which within a line only sends the line."""
+    return _END_OF_INPUT if not given or given.endswith(b"\n") else 2 * _END_OF_INPUT
 
 
 def _absolute(path: str) -> str:

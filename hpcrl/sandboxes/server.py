@@ -1,13 +1,15 @@
 """The server of a node's sandboxes, over HTTP.
 
-    POST /start     {image, network?, snapshot?}                     -> {key}; 503 where the node is full
+    POST /start     {image, network?, snapshot?}                     -> {key, lease_s}; 503 where the node is full, 500 where it cannot
     GET  /health                                                     -> {running, most}
-    POST /exec      {command, seconds, input?, terminal?, environment?, directory?} -> lines {stdout} or {stderr}, the last {code, ended}
+    POST /exec      {command, seconds, input?, terminal?, environment?, directory?, most?}
+                                                                     -> lines {stdout} or {stderr}, the last {code, ended}
     POST /write     {path, content, mode?}    POST /read {path}      -> {}, {content}
     POST /snapshot  {}                        POST /renew, /end {}   -> {snapshot}, {}, {}
 
-The first two need the token of the server, the others the key of a sandbox, which is of one sample. Contents are in base64. What a request
-lacks is answered with 400 and a reason. A program ends when its client closes the connection.
+The first two need the proof of a run's process, or of a token, and the others the key of a sandbox, which is of one sample. Contents are in
+base64. A program that writes more than `most` bytes is ended. What a request lacks is answered with 400 and a reason. A program ends when its
+client closes the connection.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import math
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, SandboxError
 from hpcrl.runtime.http_server import (
     ADMITTED,
     JSON,
     REFUSED,
     BadRequest,
+    Proof,
     Receive,
     Refused,
     Scope,
@@ -38,9 +42,8 @@ from hpcrl.runtime.http_server import (
     send_body,
     serve,
 )
-from hpcrl.runtime.token import authorized
 from hpcrl.sandboxes.node import MOST_REQUESTS, Busy, NodeFull, NodeSandboxes, UnknownKey
-from hpcrl.sandboxes.sandbox import SandboxCommand
+from hpcrl.sandboxes.sandbox import SandboxCommand, SandboxEnded
 
 R = TypeVar("R")
 
@@ -55,8 +58,11 @@ _EXEC = {
     "terminal": (bool, False),
     "environment": (dict, {}),
     "directory": (str, ""),
+    "most": (float, math.inf),
 }
-_STATUS = {UnknownKey: 401, Busy: 429, NodeFull: 503}
+_START = {"image": (str, None), "network": _NETWORK, "snapshot": (str, "")}
+_OF_NODE = "GET /health", "POST /start"
+_STATUS = {UnknownKey: 401, SandboxEnded: 410, Busy: 429, NodeFull: 503}
 Body = Mapping[str, Any]
 Fields = Mapping[str, tuple[type, Any]]
 
@@ -65,11 +71,11 @@ class SandboxServer:
     """ASGI application: the sandboxes of a node.
 
     Args:
-        token: what starts sandboxes.
+        proof: of those that start sandboxes.
     """
 
-    def __init__(self, node: NodeSandboxes, token: str) -> None:
-        self._node, self._token = node, token
+    def __init__(self, node: NodeSandboxes, proof: Proof) -> None:
+        self._node, self._proof = node, proof
         self._threads = ThreadPoolExecutor(MOST_REQUESTS * node.most + 4, "sandboxes")  # a program waits in one
         self._of_key: dict[str, tuple[Fields, Callable[[str, Body], dict[str, Any]]]] = {
             "/write": ({"path": (str, None), "content": (str, None), "mode": (int, 0o644)}, self._write),
@@ -90,50 +96,57 @@ class SandboxServer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
-        headers = REFUSED
+        given, key, proved = headers_of(scope), "", False
+        of_node = f"{scope['method']} {scope['path']}" in _OF_NODE
         try:
-            shown = headers_of(scope).get("authorization", "")
-            master = authorized(shown, self._token)
-            key = shown.removeprefix(_BEARER)
-            if not master:
+            if of_node:
+                self._proof.expect(given)
+                content = await read_body(receive)
+                self._proof.admit(scope["path"], given, content)
+                scope[ADMITTED] = proved = True
+                status, answer = 200, await self._of_node(scope["path"], content)
+            else:
+                key = given.get("authorization", "").removeprefix(_BEARER)
                 self._node.expect(key)
-            scope[ADMITTED], headers = True, JSON
-            content = await read_body(receive)
-            status, answer = 200, await self._answer(scope, content, key, master, receive, send)
+                scope[ADMITTED] = True
+                status, answer = 200, await self._of_sandbox(scope, await read_body(receive), key, receive, send)
         except Refused as refusal:
             status, answer = refusal.status, {"error": str(refusal)}
         except tuple(_STATUS) as error:
             status, answer = _STATUS[type(error)], {"error": str(error)}
+        except SandboxError as error:
+            status, answer = 500 if of_node else 400, {"error": f"{type(error).__name__}: {error}"}
         except (HpcrlError, BadRequest) as error:
             status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
         if answer is not None:
-            await send_body(send, status, json_body(answer), headers)
+            body = json_body(answer)
+            signed = self._proof.of_answer(given, status, body) if proved else {}
+            await send_body(send, status, body, {**(JSON if ADMITTED in scope else REFUSED), **signed})
 
-    async def _answer(
-        self, scope: Scope, content: bytes, key: str, master: bool, receive: Receive, send: Send
-    ) -> dict[str, Any] | None:
-        """Return the answer to a request; None where it was streamed."""
-        path = scope["path"]
-        if (scope["method"], path, master) == ("GET", "/health", True):
+    async def _of_node(self, path: str, content: bytes) -> dict[str, Any]:
+        """Return the answer to a request that starts a sandbox, or asks for the state of the node."""
+        if path == "/health":
             return {"running": self._node.running, "most": self._node.most}
-        if scope["method"] == "POST" and master and path == "/start":
-            fields = {"image": (str, None), "network": _NETWORK, "snapshot": (str, "")}
-            asked = _fields(content, fields)
-            snapshot = asked["snapshot"] or None
-            return {
-                "key": await self._in_thread(
-                    lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot)
-                )
-            }
-        if scope["method"] == "POST" and not master and path == "/exec":
+        asked = _fields(content, _START)
+        snapshot = asked["snapshot"] or None
+        key = await self._in_thread(
+            lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot)
+        )
+        return {"key": key, "lease_s": self._node.lease_s}
+
+    async def _of_sandbox(
+        self, scope: Scope, content: bytes, key: str, receive: Receive, send: Send
+    ) -> dict[str, Any] | None:
+        """Return the answer to a request of a sandbox; None where it was streamed."""
+        path = scope["path"]
+        if scope["method"] == "POST" and path == "/exec":
             await self._execute(key, _fields(content, _EXEC), receive, send)
             return None
-        if scope["method"] == "POST" and not master and path in self._of_key:
+        if scope["method"] == "POST" and path in self._of_key:
             fields, act = self._of_key[path]
             asked = _fields(content, fields)
             return await self._in_thread(lambda: act(key, asked))
-        known = "GET /health, POST /start" if master else f"POST /exec, {', '.join(self._of_key)}"
-        raise Refused(404, f"expected {known}")
+        raise Refused(404, f"expected {', '.join(_OF_NODE)}, POST /exec, {', '.join(self._of_key)}")
 
     async def _execute(self, key: str, asked: Body, receive: Receive, send: Send) -> None:
         given = base64_of(asked["input"])
@@ -143,6 +156,8 @@ class SandboxServer:
             raise BadRequest("environment: expected texts")
         if not 0 < asked["seconds"] <= MOST_SECONDS:
             raise BadRequest(f"seconds: expected more than 0, and at most {MOST_SECONDS:g}")
+        if not asked["most"] >= 0:
+            raise BadRequest("most: expected a number of bytes")
         with self._node.use(key) as sandbox:
             program = await self._in_thread(
                 lambda: sandbox.begin(
@@ -153,9 +168,9 @@ class SandboxServer:
                     directory=asked["directory"] or None,
                 )
             )
-            await self._stream(program, given, receive, send)
+            await self._stream(program, given, asked["most"], receive, send)
 
-    async def _stream(self, program: SandboxCommand, given: bytes, receive: Receive, send: Send) -> None:
+    async def _stream(self, program: SandboxCommand, given: bytes, most: float, receive: Receive, send: Send) -> None:
         """Send what a program writes, line by line, as fast as the client reads; the program ends where the client is gone."""
         loop = asyncio.get_running_loop()
         await send(
@@ -166,7 +181,7 @@ class SandboxServer:
             await send({"type": "http.response.body", "body": json_body(message) + b"\n", "more_body": True})
 
         def pump() -> None:
-            for name, piece in program.output(given):
+            for name, piece in program.output(given, most):
                 asyncio.run_coroutine_threadsafe(line({name: base64.b64encode(piece).decode()}), loop).result()
 
         async def until_gone() -> None:
@@ -206,9 +221,9 @@ class SandboxServer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 
 
-async def serve_sandboxes(node: NodeSandboxes, token: str, listener: socket.socket, until: Awaitable[object]) -> None:
+async def serve_sandboxes(node: NodeSandboxes, proof: Proof, listener: socket.socket, until: Awaitable[object]) -> None:
     """Serve the sandboxes of a node until `until` is done; then end them."""
-    app = SandboxServer(node, token)
+    app = SandboxServer(node, proof)
     tasks = [asyncio.ensure_future(until), asyncio.create_task(app.end_expired())]
 
     async def first() -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.sandboxes.sandbox import Sandbox
-from tests.sandboxes.material import make_rootfs, ordinary
+from hpcrl.runtime.http_server import Bearer, bind
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.node import NodeSandboxes
+from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
+from hpcrl.sandboxes.server import serve_sandboxes
+from hpcrl.sandboxes.snapshots import SnapshotStore
+from tests.sandboxes.material import PATIENCE_S, TOKEN, Client, make_rootfs, ordinary
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +56,44 @@ def start(image: Path, scratch: Path) -> Iterator[Callable[..., Sandbox]]:
     yield one
     for each in started:
         each.end()
+
+
+@pytest.fixture(scope="module")
+def store(image: Path, user: Path) -> ImageStore:
+    store = ImageStore(user / "runs")
+    store.add("tiny", image, temporary=user)
+    return store
+
+
+@pytest.fixture
+def serving(store: ImageStore, user: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    temporary = user / "temporary"
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    @contextmanager
+    def one(most: int = 2, lease_s: float = 600.0, **limits: int) -> Iterator[Client]:
+        node = NodeSandboxes(store, SnapshotStore(user / "snapshots"), most, lease_s, SandboxLimits(**limits))
+        listener, stop, errors = bind("127.0.0.1"), threading.Event(), list[BaseException]()
+
+        async def until() -> None:
+            while not stop.is_set():
+                await asyncio.sleep(0.02)
+
+        def serve() -> None:
+            try:
+                asyncio.run(serve_sandboxes(node, Bearer(TOKEN), listener, until()))
+            except BaseException as error:  # noqa: BLE001  the test looks at it
+                errors.append(error)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield Client("http://{}:{}".format(*listener.getsockname()[:2]), TOKEN)
+        finally:
+            stop.set()
+            thread.join(PATIENCE_S)
+        assert errors == []
+        assert not list(temporary.iterdir()), "it has left something"
+
+    return one

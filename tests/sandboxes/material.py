@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -11,7 +13,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from hpcrl.sandboxes import sandbox
@@ -21,6 +25,35 @@ _USER = 54321
 _READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: the interpreter of the tests may be in root's home
 _PROGRAMS = ("sh", "cat", "ls", "sleep", "ln", "rm", "mkdir", "mkfifo", "env", "tty", "stty", "chown", "tar")
 _MODULES = "ctypes, encodings.ascii, encodings.idna, encodings.latin_1, errno, fcntl, io, json, mmap, os, resource, select, signal, site, socket, stat, struct, subprocess, sys, termios, threading, time"
+
+
+TOKEN = "s3cret"
+
+
+class Client:
+    """Asks a server with one key."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._headers = url, {"authorization": f"Bearer {key}"}
+
+    def ask(self, path: str, method: str = "POST", /, **body: Any) -> httpx.Response:
+        content = json.dumps(body).encode() if method == "POST" else b""
+        return httpx.request(method, self._url + path, content=content, headers=self._headers, timeout=PATIENCE_S)
+
+    def start(self, **body: Any) -> Client:
+        answer = self.ask("/start", image="tiny", **body)
+        assert answer.status_code == 200, answer.text
+        return Client(self._url, answer.json()["key"])
+
+    def run(self, text: str, seconds: float = PATIENCE_S, **more: Any) -> tuple[dict[str, Any], str]:
+        """Run a shell's command; return how it ended, and what it wrote."""
+        *pieces, last = self.ask("/exec", command=["sh", "-c", text], seconds=seconds, **more).text.splitlines()
+        contents = [base64.b64decode(content) for piece in pieces for content in json.loads(piece).values()]
+        return json.loads(last), b"".join(contents).decode()
+
+    def stream(self, text: str, seconds: float = 600.0) -> Any:
+        body = json.dumps({"command": ["sh", "-c", text], "seconds": seconds})
+        return httpx.stream("POST", f"{self._url}/exec", content=body, headers=self._headers, timeout=PATIENCE_S)
 
 
 @contextmanager

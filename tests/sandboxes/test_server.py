@@ -2,101 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from hpcrl.runtime.http_server import bind
 from hpcrl.runtime.scratch import remove_abandoned
 from hpcrl.sandboxes import sandbox as module
-from hpcrl.sandboxes.images import ImageStore
-from hpcrl.sandboxes.node import MOST_REQUESTS, NodeSandboxes
-from hpcrl.sandboxes.sandbox import SandboxLimits
-from hpcrl.sandboxes.server import serve_sandboxes
-from hpcrl.sandboxes.snapshots import SnapshotStore
+from hpcrl.sandboxes.node import MOST_REQUESTS
 from tests.paths import ROOT
-from tests.sandboxes.material import PATIENCE_S, count_processes
-
-TOKEN = "s3cret"
-
-
-class Client:
-    """Asks a server with one key."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._url, self._headers = url, {"authorization": f"Bearer {key}"}
-
-    def ask(self, path: str, method: str = "POST", /, **body: Any) -> httpx.Response:
-        content = json.dumps(body).encode() if method == "POST" else b""
-        return httpx.request(method, self._url + path, content=content, headers=self._headers, timeout=PATIENCE_S)
-
-    def start(self, **body: Any) -> Client:
-        answer = self.ask("/start", image="tiny", **body)
-        assert answer.status_code == 200, answer.text
-        return Client(self._url, answer.json()["key"])
-
-    def run(self, text: str, seconds: float = PATIENCE_S, **more: Any) -> tuple[dict[str, Any], str]:
-        """Run a shell's command; return how it ended, and what it wrote."""
-        *pieces, last = self.ask("/exec", command=["sh", "-c", text], seconds=seconds, **more).text.splitlines()
-        contents = [base64.b64decode(content) for piece in pieces for content in json.loads(piece).values()]
-        return json.loads(last), b"".join(contents).decode()
-
-    def stream(self, text: str, seconds: float = 600.0) -> Any:
-        body = json.dumps({"command": ["sh", "-c", text], "seconds": seconds})
-        return httpx.stream("POST", f"{self._url}/exec", content=body, headers=self._headers, timeout=PATIENCE_S)
-
-
-@pytest.fixture(scope="module")
-def store(image: Path, user: Path) -> ImageStore:
-    store = ImageStore(user / "runs")
-    store.add("tiny", image, temporary=user)
-    return store
-
-
-@pytest.fixture
-def serving(store: ImageStore, user: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    temporary = user / "temporary"
-    temporary.mkdir(exist_ok=True)
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-
-    @contextmanager
-    def one(most: int = 2, lease_s: float = 600.0, **limits: int) -> Iterator[Client]:
-        node = NodeSandboxes(store, SnapshotStore(user / "snapshots"), most, lease_s, SandboxLimits(**limits))
-        listener, stop, errors = bind("127.0.0.1"), threading.Event(), list[BaseException]()
-
-        async def until() -> None:
-            while not stop.is_set():
-                await asyncio.sleep(0.02)
-
-        def serve() -> None:
-            try:
-                asyncio.run(serve_sandboxes(node, TOKEN, listener, until()))
-            except BaseException as error:  # noqa: BLE001  the test looks at it
-                errors.append(error)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield Client("http://{}:{}".format(*listener.getsockname()[:2]), TOKEN)
-        finally:
-            stop.set()
-            thread.join(PATIENCE_S)
-        assert errors == []
-        assert not list(temporary.iterdir()), "it has left something"
-
-    return one
+from tests.sandboxes.material import PATIENCE_S, Client, count_processes
 
 
 def test_a_sandbox_from_its_start_to_its_end(serving: Callable[..., Any]) -> None:
@@ -111,6 +33,10 @@ def test_a_sandbox_from_its_start_to_its_end(serving: Callable[..., Any]) -> Non
         assert text.replace(" given\n", "") in ("contentnot a tty\n", "not a tty\ncontent")
         assert text.count(" given\n") == 30_000
         assert one.run("tty", terminal=True) == ({"code": 0, "ended": ""}, "/dev/pts/0\r\n")
+        for typed in ("", "line\n", "line\nno end"):
+            ended, text = one.run("stty -echo; cat", terminal=True, input=base64.b64encode(typed.encode()).decode())
+            assert ended == {"code": 0, "ended": ""}
+            assert text.replace("\r\n", "\n").endswith(typed)
         assert one.run("sleep 600", 0.2)[0] == {"code": None, "ended": "time"}
         assert one.run('echo "$A $PWD"', environment={"A": "b"}, directory="/etc")[1] == "b /etc\n"
         assert base64.b64decode(one.ask("/read", path="/a/file").json()["content"]) == b"content"
@@ -128,10 +54,11 @@ def test_a_key_is_for_its_sandbox_alone(serving: Callable[..., Any]) -> None:
         nobody = Client(node._url, "guess")
         for client, path in ((nobody, "/start"), (nobody, "/exec"), (nobody, "/end")):
             assert client.ask(path, image="tiny").status_code == 401
-        assert one.ask("/start", image="tiny").status_code == 404
-        assert one.ask("/health", "GET").status_code == 404
+        assert one.ask("/start", image="tiny").status_code == 401
+        assert one.ask("/health", "GET").status_code == 401
+        assert one.ask("/other").status_code == 404
         for path in ("/exec", "/read", "/end"):
-            assert node.ask(path, path="/etc/release").status_code == 404
+            assert node.ask(path, path="/etc/release").status_code == 401
         assert node.ask("/health", "GET").json()["running"] == 2
 
 

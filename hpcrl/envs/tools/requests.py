@@ -22,6 +22,13 @@ R = TypeVar("R")
 _CONNECT_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _PLAIN = "identity"
+_GONE_S = 60  # after which a node that is gone counts as such
+_ENDS_WITH_NODE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _GONE_S // 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _GONE_S // 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _GONE_S),
+]
 
 
 class Compressed(Exception):
@@ -44,6 +51,9 @@ class _Background:
         # one that was idle may be closed at the moment at which it is used again, and what was asked on it then counts as begun
         self.fresh = _client(httpx.Limits(max_connections=None, max_keepalive_connections=0))
         self.client = _client(httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        inside = httpx.AsyncHTTPTransport(trust_env=False, limits=limits, socket_options=_ENDS_WITH_NODE)
+        self.inside = httpx.AsyncClient(headers={"accept-encoding": _PLAIN}, transport=inside, trust_env=False)
         threading.Thread(target=self.loop.run_forever, name="services", daemon=True).start()
 
 
@@ -77,7 +87,7 @@ def build_request(method: str, url: httpx.URL, headers: dict[str, str] | None = 
 
 
 async def send(
-    request: httpx.Request, most_bytes: int, seconds: float | None = None, *, fresh: bool = False
+    request: httpx.Request, most_bytes: int, seconds: float | None = None, *, fresh: bool = False, inside: bool = False
 ) -> ServiceAnswer:
     """Return the answer to a request; runs in the background's event loop. Redirects are not followed.
 
@@ -85,14 +95,15 @@ async def send(
         most_bytes: a longer answer ends after one byte more.
         seconds: limit of the whole request; None: any time.
         fresh: whether the request gets a connection of its own.
+        inside: whether it goes to a node of the run: on a connection of its own, without a proxy, which ends with the node.
 
     Raises:
         httpx.TransportError: the service gave no answer, or not all of it in time.
         Compressed: the answer is compressed.
     """
-    client = _background().fresh if fresh else _background().client
+    client = _background().inside if inside else _background().fresh if fresh else _background().client
     if seconds is not None:  # which bound the connection too
-        request.extensions["timeout"] = httpx.Timeout(None).as_dict()
+        request.extensions["timeout"] = httpx.Timeout(None, connect=_CONNECT_S if inside else None).as_dict()
     try:
         return await asyncio.wait_for(_send(client, request, most_bytes), seconds)
     except asyncio.TimeoutError:

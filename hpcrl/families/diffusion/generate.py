@@ -14,7 +14,7 @@ import numpy as np
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.registry import common_extras
-from hpcrl.errors import ServiceError, UserCodeError
+from hpcrl.errors import SandboxError, ServiceError, UserCodeError
 from hpcrl.families.diffusion.engine import DiffusionEngine
 from hpcrl.families.diffusion.pipelines.samples import IMAGE, LATENTS
 from hpcrl.rollout.engines.base import Engine, Generation
@@ -75,7 +75,7 @@ class PictureGenerator:
         try:
             shown = said.tensors[IMAGE], said.tensors.get(LATENTS)
             return await session.step("", len(said.token_ids), *shown).result(), None
-        except (UserCodeError, ServiceError) as error:
+        except (UserCodeError, ServiceError, SandboxError) as error:
             return None, plain_text(str(error), LONGEST_FAILURE)
 
 

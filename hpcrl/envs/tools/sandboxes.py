@@ -1,0 +1,247 @@
+"""Sandboxes of a run, as an environment uses them: started at a server with room, one for each sample (hpcrl/sandboxes/server.py).
+
+After SandboxLost an episode may go on in another sandbox, from its last snapshot; after SandboxError
+it would fail there too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import httpx
+
+from hpcrl.envs.tools.http import Peer
+from hpcrl.envs.tools.requests import Compressed, ServiceAnswer, build_request, in_background, send
+from hpcrl.errors import SandboxError, ServiceError
+
+_START_S, _CALL_S, _END_S = 900.0, 600.0, 10.0  # the first start on a node unpacks the image
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_TRIES, _BUSY_S = 3, 60.0
+_BUSY, _UNKNOWN, _FULL = 429, 401, 503
+_WRONG = (400, 404, 413)
+_MOST_BYTES = 32 << 20
+_PER_BYTE = 24  # of a line of the answer: a program may write its bytes one by one
+
+
+class SandboxLost(ServiceError):
+    """A sandbox, or its node, is gone."""
+
+
+class _NotHere(Exception):
+    """A server starts no sandbox now."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What became of a program of a sandbox, and what it wrote.
+
+    Attributes:
+        code: its exit code, 128 and the number of the signal that ended it; None where it was ended.
+        ended: why it was ended: time, memory, output, cancelled, or killed by another program of the sandbox; else empty.
+        stdout, stderr: the beginning of both, in bytes.
+    """
+
+    code: int | None
+    ended: str
+    stdout: bytes
+    stderr: bytes
+
+
+class Sandboxes:
+    """Starts sandboxes at the servers of a run; several threads may share it.
+
+    Args:
+        servers: returns those that serve now, each with the address of its root; called before each round of questions.
+    """
+
+    def __init__(self, servers: Callable[[], Sequence[Peer]]) -> None:
+        self._servers, self._turn = servers, count(random.randrange(1 << 16))
+
+    def start(
+        self, image: str, *, network: bool = False, snapshot: str | None = None, wait_s: float = 600.0
+    ) -> SandboxClient:
+        """Start a sandbox, and return it; `end` it.
+
+        Args:
+            network: whether its programs have the node's network, which slurm.sandboxes.network allows by image.
+            snapshot: digest of the changes with which it begins, of `SandboxClient.snapshot`.
+            wait_s: how long to ask again while all servers are full, or away.
+
+        Raises:
+            SandboxError: there is no such image or snapshot, or the image may have no network.
+            ServiceError: no server has started one in time.
+        """
+        content = json.dumps({"image": image, "network": network, "snapshot": snapshot or ""}).encode()
+        deadline, wait, why = time.monotonic() + wait_s, _FIRST_WAIT_S, "no server is there"
+        while True:
+            servers = self._servers()
+            first = next(self._turn) % max(1, len(servers))
+            for server in (*servers[first:], *servers[:first]):
+                try:
+                    return _start_at(server, content)
+                except _NotHere as reason:
+                    why = str(reason)
+            if (left := deadline - time.monotonic()) <= 0:
+                raise ServiceError(f"no sandbox of image {image!r} within {wait_s:g} s: {why}")
+            time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
+            wait = min(_LONGEST_WAIT_S, 2 * wait)
+
+
+class SandboxClient:
+    """One sandbox, which this process keeps until its `end`; one call at a time.
+
+    Every call raises SandboxLost where the sandbox or its node is gone, and SandboxError where what is asked is wrong or refused.
+
+    Args:
+        url: address of its server.
+        key: what its calls show.
+        lease_s: time without a sign of this process after which its server ends it.
+    """
+
+    def __init__(self, url: str, key: str, lease_s: float) -> None:
+        self.url, self._headers = url, {"authorization": f"Bearer {key}"}
+        renewing = in_background(_renew(url, self._headers, lease_s / 3))
+        self._let_go = weakref.finalize(self, renewing.cancel)  # also of one that is forgotten
+
+    def run(
+        self,
+        command: Sequence[str],
+        seconds: float,
+        *,
+        input: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        directory: str | None = None,
+        most: int = 1 << 20,
+    ) -> RunResult:
+        """Run a program, and return what became of it.
+
+        Args:
+            seconds: time after which it is ended, with its processes.
+            input: all that it can read.
+            environment: variables beside those of the image.
+            directory: in which it starts; None: that of the image.
+            most: bytes that it may write, to both streams together; it is ended when it writes more.
+        """
+        asked = {
+            "command": list(command),
+            "seconds": seconds,
+            "input": base64.b64encode(input).decode(),
+            "environment": dict(environment or {}),
+            "directory": directory or "",
+            "most": most,
+        }
+        content = self._ask("/exec", asked, seconds + _END_S, (1 << 16) + _PER_BYTE * most, tries=1)
+        try:
+            *pieces, last = map(json.loads, content.splitlines())
+            if "error" in last:
+                raise SandboxLost(f"{self.url}: {last['error']}")
+            streams = {
+                name: b"".join(base64.b64decode(piece[name]) for piece in pieces if name in piece)
+                for name in ("stdout", "stderr")
+            }
+            return RunResult(last["code"], last["ended"], streams["stdout"], streams["stderr"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise SandboxLost(f"{self.url}: the server has ended within its answer") from error
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Write a file, with the directories above it; at most 11 MiB."""
+        self._ask("/write", {"path": path, "content": base64.b64encode(content).decode(), "mode": mode})
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a regular file; at most 16 MiB."""
+        return base64.b64decode(self._object("/read", {"path": path}, "content"))
+
+    def snapshot(self) -> str:
+        """Keep what its programs have changed, and return the digest with which another sandbox of the image can begin."""
+        return self._object("/snapshot", {}, "snapshot")
+
+    def end(self) -> None:
+        """End the sandbox; one that is lost has ended."""
+        self._let_go()
+        with suppress(SandboxLost):
+            self._ask("/end", {}, _END_S, tries=1)
+
+    def _object(self, path: str, asked: Mapping[str, Any], name: str) -> str:
+        try:
+            found = json.loads(self._ask(path, asked))[name]
+        except (ValueError, TypeError, KeyError) as error:
+            raise SandboxLost(f"{self.url}: what answers there is no server of sandboxes") from error
+        return str(found)
+
+    def _ask(
+        self,
+        path: str,
+        asked: Mapping[str, Any],
+        seconds: float = _CALL_S,
+        most_bytes: int = _MOST_BYTES,
+        *,
+        tries: int = _TRIES,
+    ) -> bytes:
+        content, begun = json.dumps(asked).encode(), time.monotonic()
+        while True:
+            try:
+                status, body, _ = _answer(self.url + path, self._headers, content, seconds, most_bytes)
+            except (httpx.TransportError, Compressed) as error:
+                tries -= 1
+                if not tries or isinstance(error, (httpx.ConnectError, Compressed)):
+                    raise SandboxLost(f"{self.url}: {str(error) or type(error).__name__}") from error
+            else:
+                if status == 200:
+                    return body
+                why = f"{self.url}{path} answered {status}: {_reason(body)}"
+                if status in _WRONG or (status == _BUSY and time.monotonic() - begun > _BUSY_S):
+                    raise SandboxError(why)
+                if status != _BUSY:
+                    raise SandboxLost(why)
+            time.sleep(_FIRST_WAIT_S)
+
+
+def _start_at(server: Peer, content: bytes) -> SandboxClient:
+    """Start a sandbox at a server. Raises _NotHere where another server, or another time, may do it, and SandboxError where none can."""
+    if (url := server.address()) is None:
+        raise _NotHere("a server is away")
+    shown = server.headers("/start", content)
+    try:
+        status, body, given = _answer(f"{url}/start", shown, content, _START_S, _MOST_BYTES)
+    except (httpx.TransportError, Compressed) as error:
+        raise _NotHere(f"{url}: {str(error) or type(error).__name__}") from error
+    if not server.is_answer(shown, status, body, given):
+        raise _NotHere(f"{url}: what answers there is no server of this run")
+    if status in _WRONG:
+        raise SandboxError(f"{url}: {_reason(body)}")
+    if status != 200:
+        raise _NotHere(f"{url} answered {status}: {_reason(body)}")
+    found = json.loads(body)
+    return SandboxClient(url, found["key"], found["lease_s"])
+
+
+def _answer(url: str, headers: Mapping[str, str], content: bytes, seconds: float, most_bytes: int) -> ServiceAnswer:
+    request = build_request("POST", httpx.URL(url), dict(headers), content=content)
+    return in_background(send(request, most_bytes, seconds, inside=True)).result()
+
+
+async def _renew(url: str, headers: Mapping[str, str], every_s: float) -> None:
+    """Renew the lease of a sandbox until it is unknown at its server, or this task is cancelled."""
+    while True:
+        await asyncio.sleep(every_s)
+        request = build_request("POST", httpx.URL(f"{url}/renew"), dict(headers), content=b"{}")
+        with suppress(httpx.TransportError, Compressed):
+            if (await send(request, _MOST_BYTES, every_s, inside=True)).status == _UNKNOWN:
+                return
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"])[:500]
+    except (ValueError, TypeError, KeyError):
+        return repr(body[:300])
