@@ -276,8 +276,9 @@ class RunPlay:
         decision = decide_claim(JobState("RUNNING") if self._owner else GONE, self._stops)
         if decision == "yield":
             self._cluster.end(request)
-            self._cluster.submit(request, REQUEUED_S)
-            request.held = True
+            again = self._again_at(request)
+            self._cluster.submit(request, REQUEUED_S if again is None else again - now)
+            request.held = again is None
         self._next = request if decision == "wait" else None
         if decision != "claim":
             return
@@ -319,12 +320,27 @@ class RunPlay:
             self._cluster.at(now + LOOK_S, self._look, number)
 
     def _takes_over(self, request: Request) -> bool:
-        """Return whether a request that starts on more nodes than the attempt has is worth its restart."""
-        if not self._times.takes_over or request.nodes <= self._layout.nodes:
+        """Return whether a request that starts with a larger layout than the attempt has is worth its restart."""
+        if not self._times.takes_over or self._nodes(request) <= self._layout.nodes:
+            return False
+        if grew_lately(self._cluster.now, self._grown, 60 * self._times.grow_minutes):
             return False
         begun = self._attempts[-1].started + self._times.start_s
         few = self._cluster.now < begun + MEASURED_STEPS * self._step_s(self._layout)
         return few or self._growth(request, request.nodes) is not None
+
+    def _again_at(self, request: Request) -> float | None:
+        """Return when a request that has yielded may start again although the attempt goes on; None: once that has ended."""
+        now, every_s = self._cluster.now, 60 * self._times.grow_minutes
+        if not self._times.takes_over:
+            return None
+        if grew_lately(now, self._grown, every_s):
+            return self._grown + every_s
+        few = self._nodes(request) <= self._layout.nodes < self._layouts[request][-1].nodes
+        return now + every_s if few else None
+
+    def _nodes(self, request: Request) -> int:
+        return layouts_for(self._layouts[request], request.nodes)[-1].nodes
 
     def _growth(self, request: Request, nodes: int) -> Growth | None:
         """Return the growth to these nodes, under the time limit of a request, where it is worth a restart."""
@@ -375,7 +391,7 @@ class RunPlay:
             return
         for other in self._layouts:
             other.queued = now if other.held else other.queued
-            other.held = False
+            other.held, other.eligible = False, min(other.eligible, now)
         if self._next:
             self._begin(self._next)
         self._cluster.submit(request, SOON_S if kind == "interrupted" else REQUEUED_S)

@@ -61,15 +61,24 @@ KillWait=5
 MinJobAge=300
 SlurmdTimeout=30
 GresTypes=gpu
-NodeName=n[1-{nodes}] CPUs=8 RealMemory=64000 Gres=gpu:{gpus}
+{of_nodes}
 PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=nograce Nodes=ALL State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
 PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
-def write_files(directory: Path, nodes: int, with_accounting: bool = False, extra: Sequence[str] = ()) -> None:
-    """Lay out DIR/live (what a running cluster needs, removed at its end) and DIR/log (kept until the next `up`)."""
+def write_files(
+    directory: Path,
+    nodes: int,
+    with_accounting: bool = False,
+    extra: Sequence[str] = (),
+    kinds: Sequence[tuple[int, str, int]] = (),
+) -> None:
+    """Lay out DIR/live (what a running cluster needs, removed at its end) and DIR/log (kept until the next `up`).
+
+    `kinds`: nodes, their type of GPU, and how many of it each has, in the order of the nodes; none: all have GPUS without a type.
+    """
     live, log = directory / "live", directory / "log"
     for folder in (live, log):
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,19 +86,31 @@ def write_files(directory: Path, nodes: int, with_accounting: bool = False, extr
     for folder in (live / "etc", live / "dev", live / "state", log, *spool):
         folder.mkdir(parents=True)
     storage = accounting.SLURM_CONF if with_accounting else accounting.NONE
-    conf = SLURM_CONF.format(network=NETWORK, live=live, log=log, nodes=nodes, gpus=GPUS, accounting=storage)
+    of_nodes, gres = gpu_lines(live, kinds or [(nodes, "", GPUS)])
+    conf = SLURM_CONF.format(network=NETWORK, live=live, log=log, of_nodes=of_nodes, accounting=storage)
     (live / "etc/slurm.conf").write_text(with_lines(conf, extra))
     if with_accounting:
         accounting.write_files(live, log)
     (live / "etc/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     # Slurm hands out numbered device files, so each pretended GPU is another /dev/null.
-    (live / "etc/gres.conf").write_text(f"Name=gpu File={live}/dev/gpu[0-{GPUS - 1}]\n")
-    for gpu in range(GPUS):
+    (live / "etc/gres.conf").write_text(gres)
+    for gpu in range(max([GPUS, *(gpus for _, _, gpus in kinds)])):
         os.mknod(live / f"dev/gpu{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     names = {1: "ctl", **{10 + i: f"n{i}" for i in range(1, nodes + 1)}}
     hosts = ["127.0.0.1 localhost", *(f"{NETWORK}.{last} {name}" for last, name in names.items())]
     (live / "hosts").write_text("\n".join(hosts) + "\n")
     (live / "resolv.conf").write_text("# no name server: the cluster is an island\n")
+
+
+def gpu_lines(live: Path, kinds: Sequence[tuple[int, str, int]]) -> tuple[str, str]:
+    """Return the lines of slurm.conf about nodes, and those of gres.conf."""
+    names, gres, first = list[str](), list[str](), 1
+    for count, kind, gpus in kinds:
+        own, kind_of = f"NodeName=n[{first}-{first + count - 1}]", f" Type={kind}" if kind else ""
+        names.append(f"{own} CPUs=8 RealMemory=64000 Gres=gpu:{kind}{':' if kind else ''}{gpus}")
+        gres.append(f"{own} Name=gpu{kind_of} File={live}/dev/gpu[0-{gpus - 1}]")
+        first += count
+    return "\n".join(names), "\n".join(gres) + "\n"
 
 
 def with_lines(conf: str, extra: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from hpcrl.observe.metrics import Record, first_record, last_records, read_metrics
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run, version_of
-from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
+from hpcrl.rundir.ledger import Attempt, Outcome, attempts_as_set, read_attempts, read_outcomes
 from hpcrl.rundir.starts import read_starts, resumed_after
 from hpcrl.units import duration
 
@@ -191,9 +191,12 @@ class Pace:
 
 
 def pace_by_layout(run: Run) -> list[Pace]:
-    """Return the seconds per step as `pace_of`, by the layout of the attempts that trained the newest steps; without layouts that have trained too few."""
-    attempts = read_attempts(run)
-    layouts = {attempt.number: (len(attempt.hosts), *attempt.sizes.items()) for attempt in attempts}
+    """Return the seconds per step as `pace_of`, by the layout of the attempts that trained the newest steps; without layouts that have trained too few.
+
+    Only attempts with the present settings count: another batch, model or length takes another time.
+    """
+    attempts, alike = read_attempts(run), attempts_as_set(run)
+    layouts = {attempt.number: (len(attempt.hosts), *attempt.sizes.items()) for attempt in alike}
     steps = dict[tuple[Any, ...], list[tuple[int, int, float]]]()
     for record in reversed(last_records(run, "trainer", STEP_SECONDS, _validity(run, attempts), _MOST_STEPS)):
         if layout := layouts.get(record.attempt):

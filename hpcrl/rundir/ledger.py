@@ -118,6 +118,13 @@ def read_attempts(run: Run) -> list[Attempt]:
     return sorted(attempts, key=lambda attempt: attempt.number)  # a person may have put a lost one back at the end
 
 
+def attempts_as_set(run: Run) -> list[Attempt]:
+    """Return the attempts with the present settings, oldest first: those since `hpcrl resume` changed some last."""
+    attempts = read_attempts(run)
+    changed = max((one.number for one in attempts if run.config_of(one.number).is_file()), default=0)
+    return [attempt for attempt in attempts if attempt.number > changed]
+
+
 def parse_attempt(where: str, line: bytes) -> Attempt:
     """Return the attempt of a line of attempts.jsonl."""
     return as_record(Attempt, parse_line(where, line, _DELETE), where, _DELETE)

@@ -106,7 +106,7 @@ def test_a_larger_request_takes_the_run_over(scenario: Scenario) -> None:
 @pytest.mark.faults_slow
 def test_a_lost_node_leaves_the_others_to_the_next_attempt(scenario: Scenario) -> None:
     """In the same start of the job: Slurm takes the second trainer's node out of it, and the batch script starts the agents again."""
-    run = scenario.submit({NODES: "1-2", "trainer.max_steps": 30}, pinned=False)
+    run = scenario.submit({NODES: "1-2", "slurm.requests.only": {}, "trainer.max_steps": 30}, pinned=False)
     scenario.knobs(latency_s=1.0)
     reach(scenario, run, 4)
     (first,) = read_attempts(run)

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from hpcrl.rundir.ledger import read_attempts
+from hpcrl.config.sizes import GPUS
+from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_ended, assert_nothing_lost, assert_reported_once
 from tests.faults.scenario import Scenario
 
@@ -53,3 +54,31 @@ def test_all_requests_are_cancelled_with_the_run(scenario: Scenario) -> None:
     assert not {*again} & {*jobs}
     assert_ended(scenario, run)
     assert_nothing_lost(scenario, run)
+
+
+@pytest.mark.nodes(5)
+@pytest.mark.own_cluster("--gpus", "2xh100:2", "--gpus", "3xa100:1")
+@pytest.mark.faults_slow
+def test_requests_for_other_gpus_have_nodes_and_layouts_of_their_own(scenario: Scenario) -> None:
+    """Two nodes with two GPUs each, or three with one; the other request goes on where one ends.
+
+    Behind these GPUs is no device, so an attempt ends at the checks of its nodes.
+    """
+    gpus = {"slurm.gpus_per_node": "h100:2", "trainer.placement.policy_num_gpus_per_node": 2}
+    requests = {"slurm.requests.new": {}, "slurm.requests.old": {"gpus_per_node": "a100:1"}, "slurm.crash_budget": 2}
+    run = scenario.submit({**gpus, **requests, "generator.inference_engine.num_engines": 2}, pinned=False)
+    jobs = json.loads(run.submission.read_text())["requests"]
+    expected = {
+        jobs["new"]: ({}, scenario.nodes[:2], "2 GPU(s) are needed", "'0,1'"),
+        jobs["old"]: ({GPUS: 1}, scenario.nodes[2:], "1 GPU(s) are needed", "'0'"),
+    }
+    scenario.wait(lambda: len(read_outcomes(run)) == 2, "an attempt of each request", run=run)
+    attempts = read_attempts(run)
+    assert {attempt.job_id for attempt in attempts} == {*expected}, scenario.report(run)
+    for attempt, outcome in zip(attempts, read_outcomes(run), strict=True):
+        sizes, hosts, needed, devices = expected[attempt.job_id]
+        assert (attempt.sizes, attempt.hosts) == (sizes, hosts)
+        assert needed in outcome.message
+        assert f"CUDA_VISIBLE_DEVICES={devices}" in outcome.message, "those that Slurm gave"
+    numbers = ",".join(job.partition("_")[0] for job in jobs.values())
+    scenario.wait(lambda: not scenario.slurm("squeue", "-h", "-j", numbers).strip(), "the queue is empty", 60, run)

@@ -386,12 +386,22 @@ def test_interrupted_up_leaves_nothing(lab: Lab, number: signal.Signals) -> None
             "apt-get install slurm-wlm",
         ),
         ([], ["up", "--conf", "MinJobAge"], "expected a line of slurm.conf, such as MinJobAge=5"),
+        ([], ["up", "--gpus", "2xh100:4"], "expected NODESxTYPE:COUNT, as 2xh100:4, for 4 nodes in all"),
         ([], ["stop", "n1"], "no cluster is up"),
         ([], ["up", "--nodes", "0"], "--nodes 0: expected 1 to 64"),
         ([], ["up", "--dir", "/" + "x" * 70], "at most 64 plain characters"),
         ([], ["up", "--dir", str(HERE)], "not empty"),
     ],
-    ids=["not root", "no slurm", "no line of slurm.conf", "no cluster", "no nodes", "long path", "foreign directory"],
+    ids=[
+        "not root",
+        "no slurm",
+        "no line of slurm.conf",
+        "GPUs of too few nodes",
+        "no cluster",
+        "no nodes",
+        "long path",
+        "foreign directory",
+    ],
 )
 def test_refusals_say_what_to_do(
     needs_slurm: None,  # noqa: ARG001

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +28,7 @@ from hpcrl.launch.requeue.requeue import (
     HERE,
     LATER,
     LEAST_NODES,
+    NOW,
     SOON,
     claimed_start,
     job_name,
@@ -36,7 +37,7 @@ from hpcrl.launch.requeue.requeue import (
     start_name,
 )
 from hpcrl.launch.requeue.room import nodes_of_job, seconds_left, seconds_until_down
-from hpcrl.launch.scheduler import find_job, queue
+from hpcrl.launch.scheduler import JobState, find_job, queue
 from hpcrl.rundir.allocations import end_allocation
 from hpcrl.rundir.claims import give_back
 from hpcrl.rundir.commit import read_json
@@ -62,6 +63,7 @@ _Seen = TypeVar("_Seen")
 _TROUBLE_S = 60.0
 _LOOK_S = 1.0
 _NOTICED_S = 30.0  # Slurm looks at its nodes now and then
+_WAITS_FOR_ITS_TIME = "BeginTime"
 _ENDED_BY_STOP_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGUSR2)  # of a task that had no handlers yet
 
 
@@ -138,8 +140,7 @@ def settle(run: Run, job: str, status: int = 0, *, here: bool = False) -> int:
             start=LATER if taken_over else SOON if outcome.kind == "interrupted" else None,
             exclude=decision.exclude,
             after=first if taken_over else None,
-            freed=[] if alone else others,
-            freed_later=[other for other in others if other != first] if alone else [],
+            freed={other: LATER for other in others if other != first} if alone else _freed(others),
         )
     else:
         cancel_others(run, _job_id(job))
@@ -163,6 +164,15 @@ def _first_for_growth(run: Run, attempt: int) -> str:
         growth = patiently(lambda: read_growth(run))
         return growth.job if growth and growth.attempt == attempt else ""
     return ""
+
+
+def _freed(jobs: Sequence[str]) -> dict[str, str | None]:
+    """Return for jobs that wait for the end of this one when they may start: at once too where they wait until the run may grow again."""
+    found = dict[str, JobState]()
+    if jobs:
+        with suppress(SubmitError):
+            found = queue(0.0)
+    return {job: NOW if find_job(job, found).reason == _WAITS_FOR_ITS_TIME else None for job in jobs}
 
 
 def _runs(job: str) -> bool:

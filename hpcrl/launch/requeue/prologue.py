@@ -1,12 +1,13 @@
-"""Decides at the beginning of the batch script whether this job is the run, where several requests wait for it (slurm.requests).
+"""Decides before each attempt of a batch script whether its job is the run, where several requests wait for it (slurm.requests).
 
-    python -m hpcrl.launch.requeue.prologue ELEMENT_LIST [REQUEST=MOST_NODES ...]
+    python -m hpcrl.launch.requeue.prologue ELEMENT_LIST [REQUEST=NODES,… ...]
 
 It claims the run and makes the other jobs wait for this one by a dependency. Slurm drops that when this job ends, and
 hpcrl/launch/requeue/epilogue.py when it is requeued. A job that starts while another one has the run goes back into the queue.
 
-With slurm.grow_minutes the batch script names the requests whose attempts give way to larger ones. Jobs of more nodes than this one
-stay in the queue, and one that starts takes the run over. It asks the attempt to stop, and waits until that has saved.
+With slurm.grow_minutes the batch script names the requests whose attempts give way to larger ones, with the nodes of their layouts. Jobs of
+more nodes than this attempt has stay in the queue, and one that starts takes the run over. It asks the attempt to stop, and waits until that
+has saved.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hpcrl.launch.requeue.epilogue import ended_before, listed_run, patiently
 from hpcrl.launch.requeue.policy import requeue_decision
 from hpcrl.launch.requeue.requests import other_jobs, recorded_requests
 from hpcrl.launch.requeue.requeue import (
+    claimed_start,
     job_name,
     outlive_the_job,
     requeue_this_job,
@@ -128,20 +130,20 @@ def _await_record(run: Run, job: str) -> None:
         time.sleep(_LOOK_S)
 
 
-def main(element_list: Path, most: Sequence[str]) -> int:
+def main(element_list: Path, layouts: Sequence[str]) -> int:
     run, job, start = listed_run(element_list), job_name(), start_name()
     patiently(lambda: _await_record(run, job))
-    sizes = {name: int(count) for name, _, count in (one.rpartition("=") for one in most)}
+    sizes = {name: [*map(int, counts.split(","))] for name, _, counts in (one.rpartition("=") for one in layouts)}
     takeover = patiently(lambda: Takeover(run, job, int(os.environ.get("SLURM_JOB_NUM_NODES") or "1"), sizes))
-    owner = patiently(lambda: take(run, start, takeover))
+    owner = patiently(lambda: take(run, claimed_start(start), takeover))
     if owner is not None:
         print(f"job {owner} has {run.name}; this one goes back into the queue", flush=True)
         if not patiently(lambda: resumes(run)):  # there is no second attempt to wait for
             return NOTHING_TO_DO
         outlive_the_job()
-        allowed = patiently(takeover.allowed_at) if takeover.takes_part else None
-        start_at = _slurm_time(allowed) if allowed else None
-        requeue_this_job(start=start_at, exclude=(), after=None if allowed else owner)
+        again = patiently(takeover.again_at)
+        start_at = _slurm_time(again) if again else None
+        requeue_this_job(start=start_at, exclude=(), after=None if again else owner)
         return 1
     if why := patiently(lambda: over(run, start)):
         print(f"nothing to do: {why}", flush=True)

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from hpcrl.launch.scheduler import is_away
 
@@ -18,7 +19,7 @@ ATTEMPTS_HERE = "HPCRL_ATTEMPTS_HERE"
 """Variable with the attempts of this start of the job that ended before, in the same allocation."""
 HERE = 76
 """Exit status of the end of a batch script that starts another attempt on the nodes that are left."""
-SOON, LATER = "now+2", "now+2minutes"
+NOW, SOON, LATER = "now", "now+2", "now+2minutes"
 """When an interrupted run may start again. slurmd revokes by the second: a job that starts in the second of its requeue fails, its credential revoked.
 LATER: where another one goes first."""
 _RETRY_S = 2.0
@@ -89,8 +90,7 @@ def requeue_this_job(
     start: str | None,
     exclude: Sequence[str],
     after: str | None = None,
-    freed: Sequence[str] = (),
-    freed_later: Sequence[str] = (),
+    freed: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
     """Requeue the job that the caller is part of, and wait to be ended with it.
 
@@ -98,15 +98,14 @@ def requeue_this_job(
         start: when it may start again, as for sbatch --begin, if the site lets its users decide; None: after Slurm's two minutes.
         exclude: hosts that it should not get again, as far as enough others are left.
         after: a job whose end it waits for.
-        freed: jobs that wait for this one, and need not any more.
-        freed_later: those that may start two minutes later.
+        freed: jobs that wait for this one, and need not any more, with when they may start; None: as before.
     """
     job, parent = job_name(), os.getppid()
     # a refusal most likely says that Slurm has requeued it already, because it preempted it
     _scontrol("requeue", job)
     deadline = time.monotonic() + _KILLED_WITHIN_S
-    set_dependency(freed, after=None)
-    set_dependency(freed_later, after=None, start=LATER)
+    for other, when in freed.items():
+        set_dependency([other], after=None, start=when)
     updates = [[f"StartTime={start}"]] if start else []
     updates += [[f"Dependency=afterany:{after}"]] if after else []
     if exclude and (avoided := _avoided(job, exclude)):

@@ -16,7 +16,7 @@ from hpcrl.observe.waiting import ENGINES, SAMPLES, TRAINER, TRAINING, waiting_o
 from hpcrl.rundir.allocations import read_allocations
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Attempt, read_attempts
+from hpcrl.rundir.ledger import Attempt, attempts_as_set
 from hpcrl.rundir.process_names import worker_name
 from hpcrl.runtime.process_status import read_process_status
 
@@ -85,7 +85,7 @@ def layout_of_attempt(run: Run, layouts: Sequence[AttemptLayout], nodes: int) ->
     """
     fitting = layouts_for(layouts, nodes)
     try:
-        return _measured_choice(run, fitting, reversed(read_attempts(run)), LEAST_GAIN)
+        return _measured_choice(run, fitting, reversed(attempts_as_set(run)), LEAST_GAIN)
     except (HpcrlError, OSError) as error:
         print(f"how long the roles of earlier attempts took is not known: {error}", flush=True)
         return LayoutChoice(fitting[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from hpcrl.launch.requeue.requests import recorded_requests
 from hpcrl.launch.requeue.requeue import claimed_start
 from hpcrl.launch.requeue.restart import measure_attempt
 from hpcrl.launch.requeue.room import seconds_left
+from hpcrl.rundir.claims import read_claim
 from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, job_of, read_attempts
@@ -27,13 +28,16 @@ class Takeover:
     Args:
         job: of this batch script.
         nodes: that it has.
-        most: nodes that each request asks for at most, of those that take part; none: no job takes the run over.
+        layouts: nodes of the layouts of each request that takes part, the fewest first; none: no job takes the run over.
     """
 
-    def __init__(self, run: Run, job: str, nodes: int, most: Mapping[str, int]) -> None:
-        self._run, self._job, self._nodes = run, job, nodes
+    def __init__(self, run: Run, job: str, nodes: int, layouts: Mapping[str, Sequence[int]]) -> None:
+        self._run, self._job = run, job
         jobs = recorded_requests(run)
-        self._most = {jobs[name]: count for name, count in most.items() if name in jobs}
+        own = {jobs[name]: counts for name, counts in layouts.items() if name in jobs}
+        self._most = {other: counts[-1] for other, counts in own.items()}
+        # an attempt has no use for nodes beyond those of its layout
+        self._nodes = max((count for count in own.get(job, ()) if count <= nodes), default=nodes)
 
     @cached_property
     def _slurm(self) -> dict[str, Any]:
@@ -64,6 +68,20 @@ class Takeover:
             return None
         every_s = 60.0 * (self._slurm["grow_minutes"] or 0)
         return before.time + every_s if before and grew_lately(time.time(), before.time, every_s) else None
+
+    def again_at(self) -> float | None:
+        """Return the Unix time from which this job may start again although another one has the run; None: once that one has ended.
+
+        So it may where the run grew lately, or where it has got too few of the nodes that it asks for.
+        """
+        if not self.takes_part:
+            return None
+        if (allowed := self.allowed_at()) is not None:
+            return allowed
+        attempt = attempt_of(self._run, read_claim(self._run).start or "")
+        if attempt is None or not self._nodes <= len(attempt.hosts) < self._most[self._job]:
+            return None
+        return time.time() + 60.0 * self._slurm["grow_minutes"]
 
     def begins(self, start: str) -> bool:
         """Ask the attempt of the start that has the run to stop for this job, where that is worth it; return whether this job waits for it.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import submitit
@@ -180,7 +181,7 @@ def slurm_executors(submission: Submission) -> dict[str, ArrayExecutor]:
     executors = dict[str, ArrayExecutor]()
     for name, own in layouts.items():
         # on other GPUs a run has other layouts, and steps of another length
-        alike = {other: each[-1].nodes for other, each in layouts.items() if gpus[other] == gpus[name]}
+        alike = {other: each for other, each in layouts.items() if gpus[other] == gpus[name]}
         executors[name] = _slurm_executor(submission, asked[name], name, own, alike)
     return executors
 
@@ -190,12 +191,12 @@ def _slurm_executor(
     slurm: SlurmConfig,
     request: str,
     layouts: Sequence[AttemptLayout],
-    most: Mapping[str, int] | None = None,
+    alike: Mapping[str, Sequence[AttemptLayout]] = MappingProxyType({}),
 ) -> ArrayExecutor:
     """Return the executor of one request. All elements share one batch script, made from the first.
 
     Args:
-        most: nodes that each request for the same GPUs asks for at most.
+        alike: layouts of each request for the same GPUs.
     """
     first = submission.elements[0]
     config, plans = first.planned, [make_plan(first.config.at(layout.sizes)) for layout in layouts]
@@ -230,13 +231,14 @@ def _slurm_executor(
         parameters |= {"exclusive": True, "mem": "0"}
         # where a site binds tasks to cores, the agent, one task of a node, and all its processes would have one core
         parameters["srun_args"].append("--cpu-bind=none")
-    if request:
-        alike = [shlex.quote(f"{name}={count}") for name, count in (most or {}).items()]
-        words = [elements, *(alike if slurm.grow_minutes is not None else [])]
-        begin = f"{last} -m hpcrl.launch.requeue.prologue {' '.join(words)}"
-        parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
     if len(layouts) > 1:
         parameters["setup"] += ["while true; do"]
+    if request:
+        growing = alike if slurm.grow_minutes is not None else {}
+        nodes = {name: ",".join(map(str, sorted({one.nodes for one in own}))) for name, own in growing.items()}
+        words = [elements, *(shlex.quote(f"{name}={counts}") for name, counts in nodes.items())]
+        begin = f"{last} -m hpcrl.launch.requeue.prologue {' '.join(words)}"
+        parameters["setup"] += [f"{begin} || {{ status=$?; exit $((status == {NOTHING_TO_DO} ? 0 : status)); }}"]
     parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism

@@ -17,7 +17,7 @@ from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.layouts import AttemptLayout
 from hpcrl.launch.requeue.restart import layout_of_attempt, measure_attempt
 from hpcrl.observe.summary import STEP_SECONDS, Pace, pace_by_layout
-from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.growth import GrowthRecord, read_growth, write_growth
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, read_attempts
@@ -169,6 +169,23 @@ def test_seconds_per_step_by_layout(run: Run) -> None:
     assert measures.step_s == {2: 60.0, 3: 40.0}, "without the nodes that have another number of GPUs"
 
 
+def test_steps_from_before_a_change_of_settings_measure_nothing(waiting: Run) -> None:
+    """Neither how long a step takes, nor which role waits."""
+    write_waits(waiting)
+    assert layout_of_attempt(waiting, ROLES, 4).why
+    write_text(waiting.config_of(1), waiting.config.read_text())
+    assert pace_by_layout(waiting) == []
+    hosts = read_attempts(waiting)[0].hosts
+    attempt = open_attempt(waiting, "7_0.1", hosts, ROLES[-1].sizes)
+    train(waiting, 2, 13, 20.0)
+    assert pace_by_layout(waiting) == [Pace(4, ROLES[-1].sizes, 20.0)]
+    assert layout_of_attempt(waiting, ROLES, 4).why == "", "the waits of the first attempt are those of other settings"
+    StatusWriter(waiting, "trainer", 2).write("step 19", step=19, total=2000)
+    measures = measure_attempt(waiting, attempt)
+    assert measures
+    assert measures.step_s == {4: 20.0}
+
+
 def train(run: Run, attempt: int, first: int, pace: float) -> None:
     with run.metrics_of("trainer").open("a") as file:
         for step in range(first, first + 6):
@@ -195,17 +212,22 @@ def waiting(run: Run) -> Run:
     return run
 
 
+def write_waits(run: Run) -> None:
+    """Let the trainer wait for samples nearly all of the time."""
+    for process, phases in {"rank-0": [("wait_for_generation_buffer", 9.8), ("policy_train", 0.2)],
+                            "rollout-0": [("generate", 9.8), ("idle", 0.2)]}.items():  # fmt: skip
+        run.timeline_of(1, process).unlink()
+        write(run, process, phases)
+    run.timeline_of(1, "rollout-1").unlink()
+
+
 def test_a_waiting_trainer_gives_a_node_to_generation(waiting: Run) -> None:
     """60 s * (0.2 * 2 / 1 + 0.8 * 2 / 3) = 56 s gain too little; with a longer wait it is worth a restart, on the nodes in hand."""
     assert layout_of_attempt(waiting, ROLES, 4).layout == ROLES[-1]
     growth = watch(waiting, f'{ENGINES}="1-3"', layouts=ROLES)
     assert not growth.look()
     assert not growth.look()
-    for process, phases in {"rank-0": [("wait_for_generation_buffer", 9.8), ("policy_train", 0.2)],
-                            "rollout-0": [("generate", 9.8), ("idle", 0.2)]}.items():  # fmt: skip
-        waiting.timeline_of(1, process).unlink()
-        write(waiting, process, phases)
-    waiting.timeline_of(1, "rollout-1").unlink()
+    write_waits(waiting)
     choice = layout_of_attempt(waiting, ROLES, 4)
     assert choice.layout.sizes == {NODES: 1, ENGINES: 3}
     assert choice.step_s == pytest.approx(60 * (0.02 * 2 + 0.98 * 2 / 3))

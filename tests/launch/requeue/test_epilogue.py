@@ -165,6 +165,21 @@ def test_a_job_waits_for_the_larger_one_that_takes_its_run_over(tmp_path: Path, 
         process.kill()
 
 
+def test_a_request_that_waits_until_the_run_may_grow_may_start_once_the_run_has_no_nodes(tmp_path: Path) -> None:
+    def delayed(place: Path) -> None:
+        two_requests(place)
+        (place / "bin" / "squeue").write_text("#!/bin/sh\necho '8_0|PENDING|2026-01-01T00:00:00|BeginTime|'\n")
+        (place / "bin" / "squeue").chmod(0o755)
+
+    with start_finish(tmp_path, "latest", "interrupted", also=delayed) as process:
+        deadline = time.monotonic() + 60
+        while _called(tmp_path).count("\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        freed = "update JobId=8_0 Dependency= StartTime=now"
+        assert _called(tmp_path) == f"requeue 7_0\n{freed}\nupdate JobId=7_0 StartTime=now+2\n"
+        process.kill()
+
+
 def test_smaller_requests_wait_where_the_same_job_grows(tmp_path: Path) -> None:
     def growing(place: Path) -> None:
         two_requests(place)

@@ -164,12 +164,12 @@ def test_a_run_that_was_cancelled_in_the_queue_or_while_its_job_was_killed_is_ov
     assert (over(run, "7_0.0") or "").startswith("cancelled")
 
 
-def begin(run: Run, tmp_path: Path, job: str, *most: str) -> subprocess.CompletedProcess[str]:
+def begin(run: Run, tmp_path: Path, job: str, *layouts: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the beginning of a batch script."""
     write_json(tmp_path / "elements.json", [str(run.path)])
     nodes = {"7": "4", "8": "2"}[job]
-    environment = {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NUM_NODES": nodes}
-    command = [sys.executable, "-m", "hpcrl.launch.requeue.prologue", str(tmp_path / "elements.json"), *most]
+    environment = {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NUM_NODES": nodes, **variables}
+    command = [sys.executable, "-m", "hpcrl.launch.requeue.prologue", str(tmp_path / "elements.json"), *layouts]
     return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
     )
@@ -211,9 +211,9 @@ def train(run: Run, steps: int, total: int) -> None:
     StatusWriter(run, "trainer", 1).write("a step", total=total)
 
 
-def takes_over(run: Run, nodes: int, most: dict[str, int]) -> bool:
+def takes_over(run: Run, nodes: int, layouts: dict[str, list[int]]) -> bool:
     """Return whether job 7_0 asks the attempt of job 8_0 to stop."""
-    assert take(run, "7_0.0", Takeover(run, "7_0", nodes, most)) == "8_0"
+    assert take(run, "7_0.0", Takeover(run, "7_0", nodes, layouts)) == "8_0"
     return stop_asked(run, 1) is not None
 
 
@@ -221,7 +221,7 @@ def takes_over(run: Run, nodes: int, most: dict[str, int]) -> bool:
 def test_a_larger_request_takes_the_run_over(growing: Run, steps: int) -> None:
     """One step measures nothing, and is little to lose."""
     train(growing, steps, total=212)
-    assert takes_over(growing, 4, {"large": 4, "small": 2})
+    assert takes_over(growing, 4, {"large": [4], "small": [2]})
     assert stop_cause(growing, 1) == "job 7_0 has started on 4 nodes"
     found = read_growth(growing)
     assert found
@@ -239,19 +239,21 @@ def test_an_attempt_that_has_not_begun_is_waited_for(growing: Run, monkeypatch: 
             give_back(growing, "8_0.0")
 
     monkeypatch.setattr(prologue.time, "sleep", go_on)
-    assert take(growing, "7_0.0", Takeover(growing, "7_0", 4, {"large": 4, "small": 2})) is None
+    assert take(growing, "7_0.0", Takeover(growing, "7_0", 4, {"large": [4], "small": [2]})) is None
     assert stop_asked(growing, 1) == "interrupted"
 
 
-@pytest.mark.parametrize("why", ["not larger", "few steps", "recently", "other GPUs", "switched off", "never resumes"])
+@pytest.mark.parametrize(
+    "why", ["not larger", "no larger layout", "few steps", "recently", "other GPUs", "switched off", "never resumes"]
+)
 def test_what_keeps_a_larger_request_from_taking_the_run_over(growing: Run, why: str) -> None:
     train(growing, 12, total=13 if why == "few steps" else 212)
     if why == "recently":
         write_growth(growing, GrowthRecord(1, time.time() - 3000, 3, "8_0"))
     elif why == "never resumes":
         write_text(growing.config, growing.config.read_text().replace("latest", "none"))
-    most = {"other GPUs": {"large": 4}, "switched off": {}}.get(why, {"large": 4, "small": 2})
-    assert not takes_over(growing, 2 if why == "not larger" else 4, most)
+    layouts = {"other GPUs": {"large": [4]}, "no larger layout": {"large": [2, 5], "small": [2]}, "switched off": {}}
+    assert not takes_over(growing, 2 if why == "not larger" else 4, layouts.get(why, {"large": [2, 4], "small": [2]}))
 
 
 @pytest.mark.parametrize("lately", [False, True])
@@ -270,11 +272,27 @@ def test_larger_requests_wait_on_in_the_queue(growing: Run, tmp_path: Path, late
     assert (tmp_path / "called").read_text().endswith("scontrol update JobId=8_0 Dependency=afterany:7_0\n")
 
 
-def test_a_larger_request_that_starts_too_soon_comes_back_when_the_run_may_grow(growing: Run, tmp_path: Path) -> None:
+def test_an_attempt_on_fewer_nodes_of_the_same_job_lets_larger_requests_start(growing: Run, tmp_path: Path) -> None:
+    """On two nodes none was larger; then a node was lost."""
+    open_attempt(growing, "8_0.0", ["n1", "n2"])
+    report_outcome(growing, 1, "failed", "nothing was heard of n2", "agent-0")
+    for nodes, after in (("2", "afterany:8_0"), ("1", "")):
+        lost = {"SLURM_JOB_NUM_NODES": nodes} | ({"HPCRL_ATTEMPTS_HERE": "1"} if nodes == "1" else {})
+        done = begin(growing, tmp_path, "8", "large=2", "small=1,2", **lost)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "called").read_text().splitlines()[-1] == f"scontrol update JobId=7_0 Dependency={after}"
+    assert read_claim(growing) == RunClaim(1, "8_0.0"), "the start has the run already"
+
+
+@pytest.mark.parametrize(("ago", "large"), [(600, "4"), (None, "2,8")], ids=["too soon", "too few nodes"])
+def test_a_larger_request_comes_back_when_the_run_may_grow(
+    growing: Run, tmp_path: Path, ago: int | None, large: str
+) -> None:
     """It does not wait for the end of the smaller one."""
     train(growing, 12, total=212)
     now = time.time()
-    write_growth(growing, GrowthRecord(1, now - 600, 3, "8_0"))
+    if ago is not None:
+        write_growth(growing, GrowthRecord(1, now - ago, 3, "8_0"))
     write_json(tmp_path / "elements.json", [str(growing.path)])
     nodes = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_NUM_NODES": "4"}
     words = [
@@ -282,7 +300,7 @@ def test_a_larger_request_that_starts_too_soon_comes_back_when_the_run_may_grow(
         "-m",
         "hpcrl.launch.requeue.prologue",
         str(tmp_path / "elements.json"),
-        "large=4",
+        f"large={large}",
         "small=2",
     ]
     with subprocess.Popen(words, env={**os.environ, **nodes}, stdout=subprocess.DEVNULL) as process:
@@ -290,8 +308,11 @@ def test_a_larger_request_that_starts_too_soon_comes_back_when_the_run_may_grow(
         while (not called.exists() or called.read_text().count("\n") < 2) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.kill()
-    start = datetime.fromtimestamp(now + 3000).isoformat(timespec="seconds")
-    assert called.read_text() == f"scontrol requeue 7_0\nscontrol update JobId=7_0 StartTime={start}\n"
+    requeued, updated = called.read_text().splitlines()
+    assert requeued == "scontrol requeue 7_0"
+    assert updated.startswith("scontrol update JobId=7_0 StartTime="), "no dependency"
+    start = datetime.fromisoformat(updated.rpartition("=")[2]).timestamp()
+    assert now - 1 <= start - 3600 + (ago or 0) <= time.time()
 
 
 def test_a_damaged_record_of_growth_ends_no_job(growing: Run, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_roles_stay_where_the_gain_is_small() -> None:
     assert choice.why.endswith("no other sizes are expected to be 10% faster")
     back = choose_layout(LAYOUTS, times(sizes(2, 6), FEW_SAMPLES), [(sizes(2, 6), 100.0), (sizes(4, 4), 80.0)])
     assert (back.layout.sizes, back.step_s) == (sizes(4, 4), 80.0), "measured to be faster"
+    stays = choose_layout(LAYOUTS, times(sizes(2, 6), FEW_SAMPLES), [(sizes(2, 6), 100.0), (sizes(4, 4), 95.0)])
+    assert (stays.layout.sizes, stays.step_s) == (sizes(2, 6), 100.0), "less than a tenth faster"
 
 
 def test_without_measures_or_a_choice_the_last_layout_is_taken() -> None:

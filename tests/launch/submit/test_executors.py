@@ -191,11 +191,11 @@ def test_each_request_is_a_batch_script_and_the_other_jobs_wait_for_all_of_them(
     ("settings", "words"),
     [
         ([], ["", "", ""]),
-        (["slurm.grow_minutes=60"], [" large=5 small=2 old=5"] * 3),
-        (["slurm.grow_minutes=60", "slurm.requests.old.gpu_memory_gb=40"], [" large=5 small=2"] * 2 + [" old=5"]),
+        (["slurm.grow_minutes=60"], [" large=3,5 small=2 old=5"] * 3),
+        (["slurm.grow_minutes=60", "slurm.requests.old.gpu_memory_gb=40"], [" large=3,5 small=2"] * 2 + [" old=5"]),
         (
             ["slurm.grow_minutes=60", "slurm.gpus_per_node=h100:1", "slurm.requests.old.gpus_per_node=a100:1"],
-            [" large=5 small=2"] * 2 + [" old=5"],
+            [" large=3,5 small=2"] * 2 + [" old=5"],
         ),
     ],
 )
@@ -206,6 +206,8 @@ def test_requests_give_way_to_larger_ones_on_such_gpus(tmp_path: Path, settings:
     assert [re.findall(r"requeue\.prologue \S+\.json(.*?) \|\|", text) for text in scripts.values()] == [
         [one] for one in words
     ]
+    script = scripts["batch script of request large"]
+    assert script.index("while true; do") < script.index("requeue.prologue"), "before each attempt of an allocation"
 
 
 @pytest.mark.parametrize(("when", "dependency"), [("during", "after:JOB_0"), ("after", "afterany:JOB_0")])
