@@ -35,6 +35,7 @@ from hpcrl.launch.doctor.node import await_file
 from hpcrl.launch.doctor.torch_facts import multiply
 from hpcrl.rundir.commit import read_bytes, read_json, write_bytes, write_json, write_text
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
+from hpcrl.trainer.profiling.by_length import speed_by_length
 
 _MEET_S, _SEEN_S = 120.0, 60.0
 _LARGE, _SMALL = 1 << 30, 1 << 26  # bytes that each node writes: of a bench on GPUs, and without
@@ -54,6 +55,7 @@ def main(folder: str) -> None:
         products = world.all_gather(lambda: product)
         found = _filesystem(bench, world, _LARGE if config.slurm.gpus else _SMALL)
         world.rank0_broadcast(lambda: _make_model(bench, config, world))
+        by_length = speed_by_length(config, world)
         if world.first:
             nodes = Nodes(
                 hosts=hosts,
@@ -62,6 +64,8 @@ def main(folder: str) -> None:
                 bus_bandwidth=bandwidth / 1e9,
                 tflops=min(one["tflops"] for one in products),
                 wrong=[str(one.get("error", "wrong result")) for one in products if not one["right"]],
+                tokens_per_second={str(length): speed for length, (speed, _) in by_length.items()},
+                mfu={str(length): mfu for length, (_, mfu) in by_length.items() if mfu},
                 **found,
             )
             write_json(bench.nodes, asdict(nodes))

@@ -235,8 +235,30 @@ def _checkpoints(run: Run) -> Figure:
     )  # fmt: skip
 
 
+def _by_length(nodes: Nodes) -> Iterator[Figure]:
+    for key, title, unit, values in (
+        ("train_tokens_per_second", "tokens trained, each rank", "tokens/s", nodes.tokens_per_second),
+        ("mfu", "share of the device's peak in training", "", nodes.mfu),
+    ):
+        for length, value in values.items():
+            whole = f"{title}, samples of {length} tokens"
+            note = f"{nodes.ranks} ranks, random tokens"
+            yield Figure(
+                "fast",
+                f"{key}_{length}",
+                whole,
+                value,
+                unit,
+                "higher",
+                NODES,
+                "docs/performance.md has the settings",
+                note,
+            )
+
+
 def _of_nodes(nodes: Nodes) -> Iterator[Figure]:
     one = len(nodes.hosts) == 1
+    yield from _by_length(nodes)
     yield Figure(
         "fast", "matmul_tflops", "matrix product in bf16, slowest device", nodes.tflops or None, "TFLOP/s", "higher", NODES,
         "a device that is throttled, or used by others: nvidia-smi -q -d PERFORMANCE", "" if nodes.tflops else "on GPUs only",
@@ -272,11 +294,14 @@ def _survives(run: Run, kills: Sequence[Kill]) -> Iterator[Figure]:
     )  # fmt: skip
     records = sorted(last_records(run, "trainer", STEP_SECONDS, lambda _: True, most=1 << 20), key=lambda one: one.time)
     for kill in kills:
-        next_step = next((one.time for one in records if one.time > kill.time and one.step > kill.step), None)
+        # its samples may have been there; those of the step after it have been generated since
+        under_way = 1 + max((one.step for one in records if one.time <= kill.time), default=0)
+        awaited = under_way + (kill.role == "rollout")
+        next_step = next((one.time for one in records if one.time > kill.time and one.step >= awaited), None)
         yield Figure(
-            "survives", f"{kill.role}_next_step_seconds", f"from a kill of {kill.process} to the end of the next step",
+            "survives", f"{kill.role}_next_step_seconds", f"from a kill of {kill.process} to the end of step {awaited}",
             None if next_step is None else next_step - kill.time, "s", "lower", RUN,
-            note=f"killed after step {kill.step}; steps that were trained again count" if next_step else "no step followed",
+            note=f"killed in step {under_way}; the steps that were trained again are in it" if next_step else "no step followed",
         )  # fmt: skip
         if kill.role == "rollout":
             yield _generates_again(run, kill)

@@ -88,6 +88,7 @@ class Nodes:
         operations: on files, of all nodes together, in `operation_seconds`.
         sync_seconds: median of the slowest node until a small file is on the disk.
         seen_seconds: until another node saw a file, new or replaced, whichever took longer.
+        tokens_per_second, mfu: of training, by the tokens of a sample; without MFU where the device's peak is not known.
         reads, torn: of a file while it was replaced, and those of them that had parts of two files.
     """
 
@@ -106,6 +107,8 @@ class Nodes:
     seen_seconds: float
     reads: int
     torn: int
+    tokens_per_second: dict[str, float]
+    mfu: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import hpcrl
 
 _QWEN3: dict[str, Any] = {
-    "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+    "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     "tie_word_embeddings": True, "bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 SHAPES: Mapping[str, dict[str, Any]] = MappingProxyType({

@@ -26,6 +26,7 @@ from hpcrl.rundir.starts import note
 NODES = Nodes(
     hosts=["n1", "n2"], ranks=16, device="NVIDIA H100 80GB HBM3", bus_bandwidth=80.0, tflops=500.0, wrong=[], written_bytes=2 * 10**9,
     write_seconds=4.0, read_seconds=2.0, operations=1600, operation_seconds=0.5, sync_seconds=0.01, seen_seconds=1.5, reads=9000, torn=0,
+    tokens_per_second={"1024": 20000.0}, mfu={"1024": 0.05},
 )  # fmt: skip
 
 
@@ -77,6 +78,7 @@ def test_steps_after_the_first_ones_and_before_the_first_kill_count(run: Run) ->
     assert found["checkpoint_rate"]["value"] == pytest.approx(2**30 / 1e9 / 2)
     assert found["mfu"]["level"] == "not measured"
     assert found["write_rate"]["value"] == pytest.approx(0.5)
+    assert found["mfu_1024"] == found["mfu_1024"] | {"value": 0.05, "level": "look"}
     assert found["operations_rate"]["value"] == pytest.approx(3200)
 
 
