@@ -1,6 +1,6 @@
 """Measures the nodes of a bench: one process for each GPU, or for each node without any, started by srun or `hpcrl bench --local`.
 
-consumes   config.toml of the folder (hpcrl/launch/bench/folder.py); RANK, WORLD_SIZE and LOCAL_RANK of the environment
+consumes   bench.toml of the folder (hpcrl/launch/bench/folder.py); RANK, WORLD_SIZE and LOCAL_RANK of the environment
 waits for  meeting.json of the first rank; the other ranks
 produces   nodes.json; model/, random weights of the largest shape that fits, where the configuration names it and it is not there
 ends       with 0 once all is written

@@ -12,7 +12,7 @@ from tests.jobs.small_run import hpcrl
 
 @pytest.mark.faults_slow
 def test_bench_of_this_machine(place: Path) -> None:
-    done = hpcrl("bench", "--local", "--nodes", "1", "--minutes", "30", "trainer.run_name=b", cwd=place, timeout=1900)
+    done = hpcrl("bench", "--local", "--nodes", "1", "--minutes", "60", "trainer.run_name=b", cwd=place, timeout=3900)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((place / "b.json").read_text())
     found = {figure["key"]: figure for figure in report["figures"]}

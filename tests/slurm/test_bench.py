@@ -24,11 +24,11 @@ def test_bench_of_two_nodes(cluster: DevCluster, tmp_path: Path) -> None:
         "--nodes",
         "2",
         "--minutes",
-        "15",
+        "60",
         "-o",
         str(tmp_path),
     ]
-    done = cluster.run(words, timeout=1500, cwd=tmp_path)
+    done = cluster.run(words, timeout=3900, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = tmp_path.glob("bench-*.json")
     assert file.with_suffix(".html").is_file()
@@ -39,7 +39,7 @@ def test_bench_of_two_nodes(cluster: DevCluster, tmp_path: Path) -> None:
     for key in ("resumed_difference", "torn", "damaged", "unproven"):
         assert found[key]["value"] == 0, found[key]
     for role in ("rollout", "trainer", "controller"):
-        assert 0 < found[f"{role}_next_step_seconds"]["value"] < 900
+        assert 0 < found[f"{role}_next_step_seconds"]["value"] < 3600
     assert 0 < found["goodput"]["value"] < 1
     assert found["first_step_seconds"]["value"] > 0
     assert cluster.ask(["squeue", "-h"]) == ""

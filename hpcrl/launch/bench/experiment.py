@@ -17,7 +17,7 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.bench.folder import PROJECT, Bench
 from hpcrl.launch.bench.models import tiny_model
 from hpcrl.rundir.commit import make_directory, write_text
-from hpcrl.rundir.layout import root_of
+from hpcrl.rundir.layout import Run, root_of
 
 SAVED_EVERY = 5
 """Steps between checkpoints."""
@@ -49,8 +49,9 @@ def make_experiment(
         raise ConfigError(
             "slurm.requests: a bench asks for nodes once; add slurm.requests=default, and the partition that is to be measured"
         )
-    name = str(given.get("trainer", {}).get("run_name") or name)
-    bench = Bench(root_of(slurm.root).absolute() / ".bench" / name)
+    named = given.get("trainer", {})
+    name, project = str(named.get("run_name") or name), str(named.get("project_name") or PROJECT)
+    bench = Bench(Run(root_of(slurm.root).absolute() / project / name).bench)
     base = {"trainer.run_name": name, **_settings(bench, slurm, nodes, minutes, model)}
     config = Config.from_dict(read(files, overrides, Config, base).tree)
     make_directory(bench.path.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from statistics import median
 from typing import Any, Literal
 
@@ -72,6 +73,8 @@ def judged(figure: Figure, device: str) -> Figure:
     """Return a figure with its level, and what is usual for the device."""
     if figure.value is None:
         return replace(figure, level="not measured", remedy="")
+    if not isfinite(figure.value):
+        return replace(figure, value=None, level="look", note=f"{figure.value}: no number")
     usual = usual_of(figure.key, device)
     if usual is None:
         return replace(figure, remedy="")
@@ -196,9 +199,11 @@ def _resumed(run: Run) -> tuple[list[float], list[int]]:
 
 
 def _apart(values: Sequence[float]) -> float:
-    """Return the difference of the most different values, as a share of the largest."""
-    largest = max(map(abs, values), default=0.0)
-    return (max(values) - min(values)) / largest if largest else 0.0
+    """Return the difference of the most different values, as a share of the largest; of one that is no number and another one 1."""
+    if len({str(value) for value in values}) <= 1:
+        return 0.0
+    difference = (max(values) - min(values)) / max(map(abs, values))
+    return difference if isfinite(difference) else 1.0
 
 
 def _fast(run: Run, nodes: Nodes | None, steps: dict[int, dict[str, float]]) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""Paths and records of a bench: a run, and a folder beside the runs of its root, <root>/.bench/<name>.
+"""Paths and records of a bench: a run, and a folder beside it, <root>/.bench/<project>/<run>. Without a config.toml it is no run.
 
 config.toml    the configuration of the run; model/ and prompts.jsonl, where it names them
 meeting.json   where the processes of jobs/bench.py meet
@@ -34,14 +34,14 @@ class Bench:
     @classmethod
     def of(cls, run: Run) -> Bench:
         """Return the folder of a run that `hpcrl bench` made. Raises RunError where there is none."""
-        found = cls(run.path.parent.parent / ".bench" / run.name)
+        found = cls(run.bench)
         if not found.config.is_file():
             raise RunError(f"{run.name} is no run of hpcrl bench: there is no {found.config}")
         return found
 
     @property
     def config(self) -> Path:
-        return self.path / "config.toml"
+        return self.path / "bench.toml"
 
     @property
     def model(self) -> Path:

@@ -84,7 +84,7 @@ def _in_queue(bench: Bench, config: Config, nodes: int, each: int) -> list[str]:
     if slurm.cpus_per_task is not None:
         options.append(f"--cpus-per-task={max(1, slurm.cpus_per_task // each)}")
     options += [f"--{name}" if value is True else f"--{name}={value}" for name, value in slurm.extra.items()]
-    seen = seen_by(bench.path.parents[1], [config])
+    seen = seen_by(bench.path.parents[2], [config])
     started = srun(
         slurm, seen, slurm.gpus_per_node, options, f"{shlex.quote(str(job('bench')))} {shlex.quote(str(bench.path))}"
     )

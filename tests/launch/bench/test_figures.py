@@ -17,6 +17,7 @@ from hpcrl.launch.bench.figures import Figure, bench_report, judged
 from hpcrl.launch.bench.folder import Bench, Kill, Nodes, Planned
 from hpcrl.launch.bench.models import SHAPES, fitting
 from hpcrl.launch.bench.page import bench_page
+from hpcrl.launch.manage.registry import all_runs
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -80,6 +81,16 @@ def test_steps_after_the_first_ones_and_before_the_first_kill_count(run: Run) ->
     assert found["write_rate"]["value"] == pytest.approx(0.5)
     assert found["mfu_1024"] == found["mfu_1024"] | {"value": 0.05, "level": "look"}
     assert found["operations_rate"]["value"] == pytest.approx(3200)
+
+
+def test_the_folder_of_a_bench_is_no_run(run: Run) -> None:
+    assert [one.path for one in all_runs(run.root)] == [run.path]
+
+
+def test_a_loss_that_is_no_number_differs(run: Run) -> None:
+    with MetricsWriter(run, "trainer", 3, 8) as writer:
+        writer.write(9, of_step(1.0, float("nan")))
+    assert figures(run)["resumed_difference"]["value"] == 1.0
 
 
 def test_a_kill_costs_time_and_must_not_change_what_is_trained(run: Run) -> None:
