@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 
 from hpcrl.config import Config
@@ -16,7 +17,7 @@ from hpcrl.launch.local.foreground import job
 from hpcrl.launch.srun import srun
 from hpcrl.launch.submit.submit import code_sources
 
-_LIMIT_S = 1800.0
+_LOOK_S = 0.2
 _TAIL = 2000
 
 
@@ -32,14 +33,10 @@ def measure_nodes(bench: Bench, config: Config, nodes: int, *, local: bool) -> N
     """
     slurm = config.slurm
     each = max(1, slurm.gpus)
-    ranks = (
-        nodes * each if slurm.gpus or nodes > 1 else 2
-    )  # what one process alone sees of a filesystem is its own cache
-    if local:
-        ranks = each if slurm.gpus else max(2, nodes)
-    package = str(code_sources()["hpcrl"].parent)
-    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    ranks = each if local else nodes * each
+    if not slurm.gpus:
+        ranks = max(2, ranks)  # what one process alone sees of a filesystem is its own cache
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     with bench.log.open("wb") as log, ExitStack() as started:
         if local:
             commands = [_here(bench, rank, ranks) for rank in range(ranks)]
@@ -52,7 +49,8 @@ def measure_nodes(bench: Bench, config: Config, nodes: int, *, local: bool) -> N
             for own, command in commands
         ]
         try:
-            statuses = [process.wait(_LIMIT_S if local else None) for process in processes]
+            while None in (statuses := [process.poll() for process in processes]) and not any(statuses):
+                time.sleep(_LOOK_S)  # where one fails, the others wait for it
         finally:
             for process in processes:
                 process.terminate()
@@ -64,7 +62,9 @@ def measure_nodes(bench: Bench, config: Config, nodes: int, *, local: bool) -> N
 
 
 def _here(bench: Bench, rank: int, ranks: int) -> tuple[dict[str, str], list[str]]:
-    own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    package = str(code_sources()["hpcrl"].parent)
+    paths = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": paths, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     return own, [sys.executable, str(job("bench")), str(bench.path)]
 
 
@@ -85,8 +85,6 @@ def _in_queue(bench: Bench, config: Config, nodes: int, each: int) -> list[str]:
         options.append(f"--cpus-per-task={max(1, slurm.cpus_per_task // each)}")
     options += [f"--{name}" if value is True else f"--{name}={value}" for name, value in slurm.extra.items()]
     seen = seen_by(bench.path.parents[2], [config])
-    started = srun(
-        slurm, seen, slurm.gpus_per_node, options, f"{shlex.quote(str(job('bench')))} {shlex.quote(str(bench.path))}"
+    return srun(
+        slurm, seen, slurm.gpus_per_node, options, f"-m hpcrl.launch.bench.start {shlex.quote(str(bench.path))}"
     )
-    exports = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID\n"
-    return [*started[:-1], exports + started[-1]]
