@@ -24,7 +24,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from random_qwen3 import ALONE, make_batch, peak_memory
+from random_qwen3 import ALONE, peak_memory
 from safetensors import safe_open
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,6 +48,7 @@ from hpcrl.trainer.models.packed.attention import PackedSequences, attend
 from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
 from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.packing import shared_prefixes
+from hpcrl.trainer.profiling.by_length import random_micro_batch
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 
@@ -93,7 +94,7 @@ class Machine:
 
     def batch(self, tokens: int, sample: int) -> MicroBatch:
         vocabulary = AutoConfig.from_pretrained(self.model).vocab_size
-        return make_batch([sample] * (tokens // sample), vocabulary, 1 / tokens)
+        return random_micro_batch([sample] * (tokens // sample), vocabulary, 1 / tokens)
 
 
 def versions(machine: Machine) -> Found:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_qwen3 import make_batch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -27,6 +26,7 @@ from hpcrl.config.validate import build
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.profiling.by_length import random_micro_batch
 from hpcrl.types import MicroBatch
 
 _LENGTHS, _VOCABULARY = [40, 24, 56, 8], 512
@@ -44,7 +44,7 @@ _ON_ONE_GPU = 'export LOCAL_RANK=0 NCCL_HOSTID=$RANK NCCL_SOCKET_IFNAME=lo; exec
 
 def sample(number: int) -> MicroBatch:
     torch.manual_seed(number)
-    return make_batch([_LENGTHS[number]], _VOCABULARY, 1 / sum(_LENGTHS))
+    return random_micro_batch([_LENGTHS[number]], _VOCABULARY, 1 / sum(_LENGTHS))
 
 
 def norms(world: World, model: Path, policy: dict[str, Any]) -> list[float]:

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from random_qwen3 import ALONE, make_batch, make_model, peak_memory
+from random_qwen3 import ALONE, make_model, peak_memory
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -33,6 +33,7 @@ from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
+from hpcrl.trainer.profiling.by_length import random_micro_batch
 
 _WARM, _TOKENS, _TINY_TOKENS = 2, 16384, 256
 _EVEN, _ONE, _UNEVEN, _LONG = "8 samples", "one sample", "uneven samples", "one of 4 times the tokens"
@@ -94,7 +95,7 @@ def measure(world: World, model: str, settings: Found, shape: str, given: argpar
     def micro_batches() -> list[Any]:
         all_lengths = [lengths_of(shape, tokens, drawn) for _ in range(count)]
         total = sum(map(sum, all_lengths))
-        return [make_batch(lengths, config.vocab_size, 1 / total) for lengths in all_lengths]
+        return [random_micro_batch(lengths, config.vocab_size, 1 / total) for lengths in all_lengths]
 
     batches, took, rates, loss = micro_batches(), [], [], 0.0
     for _ in range(_WARM + given.steps):

@@ -1,4 +1,4 @@
-"""The random Qwen3 of 0.6 billion parameters that programs of this folder train, its batches, and the memory of a process."""
+"""The random Qwen3 of 0.6 billion parameters that programs of this folder train, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from hpcrl.types import MicroBatch
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """torchrun's variables for a process group of one rank."""
@@ -28,25 +26,6 @@ def make_model(place: Path, *, tiny: bool) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     model.bfloat16().save_pretrained(place)
-
-
-def make_batch(lengths: list[int], vocabulary: int, weight: float) -> MicroBatch:
-    """Return samples of these lengths, of which every token but the last of each is trained."""
-    total = sum(lengths)
-    ids = torch.randint(vocabulary, (total,))
-    mask = torch.ones(total)
-    mask[torch.tensor(lengths).cumsum(0) - 1] = 0
-    return MicroBatch(
-        token_ids=ids,
-        positions=torch.cat([torch.arange(length) for length in lengths]),
-        lengths=lengths,
-        labels=ids.roll(-1),
-        loss_mask=mask,
-        weights=mask * weight,
-        nll_weights=torch.zeros(total),
-        rollout_logprobs=torch.full((total,), -5.0),
-        advantages=torch.randn(total),
-    )
 
 
 def peak_memory(device: torch.device) -> int:

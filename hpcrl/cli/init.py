@@ -13,7 +13,6 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-import hpcrl
 from hpcrl.text import printable
 
 _TEMPLATES = Path(__file__).with_name("experiments")
@@ -66,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _init(arguments: argparse.Namespace) -> int:
     from hpcrl.config.difference import value_as_toml
     from hpcrl.convert.conversion import directory_name
+    from hpcrl.launch.bench.models import tiny_model
 
     folder, kind, model = arguments.folder, _KINDS[arguments.kind], arguments.model
     values = {
@@ -76,7 +76,7 @@ def _init(arguments: argparse.Namespace) -> int:
     settings = Template((_TEMPLATES / arguments.kind / _SETTINGS).read_text(encoding="utf-8")).substitute(values)
     copied = {name: _TEMPLATES / template for name, template in kind.files.items()}
     if model is None:
-        copied[_MODEL] = _tiny_model()
+        copied[_MODEL] = tiny_model()
     _write(folder, copied, settings)
     for name in [*copied, _SETTINGS]:
         print(printable(f"wrote {folder / name}"))
@@ -104,13 +104,6 @@ def _location(model: str, folder: Path) -> str:
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise DataError(f"--model: {model} has no {CONFIG}; expected a folder with a model, or owner/name on the hub")
     return model
-
-
-def _tiny_model() -> Path:
-    """Return where the quickstart's model lies: in the checkout, or inside the package in an installed wheel."""
-    package = Path(hpcrl.__file__).parent
-    inside = package / "_tiny_model"
-    return inside if inside.is_dir() else package.parent / "configs" / "quickstart" / "model"
 
 
 def _write(folder: Path, copied: dict[str, Path], settings: str) -> None:

@@ -83,6 +83,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "image": ("hpcrl.cli.image", "store, list and remove images of sandboxes"),
         "completion": ("hpcrl.cli.completion", "print the lines by which a shell completes commands and options"),
         "doctor": ("hpcrl.cli.doctor", "check this cluster, its filesystem and a compute node for a run"),
+        "bench": ("hpcrl.cli.bench", "measure a cluster by a run whose processes are killed, and compare such reports"),
     },
 }
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""

@@ -46,6 +46,7 @@
   control/                         stop, stacks: requests to the agents; growth, the last one for more nodes (hpcrl/rundir/growth.py)
   claims/<number>.json             which start of which job the run belongs to, where several requests wait for it (hpcrl/rundir/claims.py)
 
+<root>/.bench/<project>/<run>/     what `hpcrl bench` made and measured for that run (hpcrl/launch/bench/folder.py)
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
 """
 
@@ -147,6 +148,10 @@ class Run:
     @property
     def slurm(self) -> Path:
         return self.path / "slurm"
+
+    @property
+    def bench(self) -> Path:
+        return self.root / ".bench" / self.project / self.name
 
     @property
     def submission(self) -> Path:

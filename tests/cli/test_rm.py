@@ -36,12 +36,16 @@ def fill(run: Run) -> None:
 def test_a_run_is_removed_after_a_question(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(root / "p" / "single")
     fill(run)
+    write_text(run.bench / "model" / "weights", "x")
+    other = Run(root / "other" / "single").bench / "nodes.json"
+    write_text(other, "{}")
     assert main(["rm", "single", "--root", str(root)]) == RunError.exit_code, "no terminal to ask on"
     assert "--yes removes it" in capsys.readouterr().err
     assert run.config.exists()
     assert main(["rm", "single", "--yes", "--root", str(root)]) == 0
     assert capsys.readouterr().out.startswith(f"removed {run.path}, ")
     assert not list((root / "p").glob("*single*"))
+    assert [path for path in (root / ".bench").rglob("*") if path.is_file()] == [other]
     assert len(all_runs(root)) == 11, "others stay"
 
 

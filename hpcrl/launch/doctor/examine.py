@@ -15,7 +15,6 @@ from typing import Any
 
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.validate import build
-from hpcrl.launch.container import Starter
 from hpcrl.launch.doctor.cluster import (
     cluster_findings,
     parse_config,
@@ -35,13 +34,11 @@ from hpcrl.launch.doctor.node_findings import (
 )
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
 from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, link_finding, measure_delays, visibility_finding
-from hpcrl.launch.setup_lines import recorded_setup
+from hpcrl.launch.srun import srun
 from hpcrl.rundir.layout import OTHER_ROOTS
 
 _ANSWER_S = 60.0
 _FACTS_S = 660.0  # torch may take long to import
-_PASSED_ON = ("partition", "account", "qos", "constraint")
-_GPU = {"gpus-per-node": "--gpus-per-node=1", "gres": "--gres=gpu:1", "none": "--exclusive"}
 _BUSY = ("Requested nodes are busy", "Immediate execution impossible")
 
 
@@ -198,16 +195,9 @@ def _has_gpus(partition: str) -> bool:
 
 
 def _srun(probes: Sequence[Path], slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
-    options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
-    options += [_GPU[slurm.gpu_option]] if gpus else []
-    starter = Starter.of(slurm, sorted({os.path.realpath(probe.parent) for probe in probes}), gpus)
-    setup = (
-        [] if starter.srun else recorded_setup(slurm.setup)
-    )  # what srun starts in a container has no place outside to run it
-    run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(probes[0]))}"
-    command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
     job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]
-    return ["srun", *job, *options, *command]
+    seen = sorted({os.path.realpath(probe.parent) for probe in probes})
+    return srun(slurm, seen, int(gpus), job, f"-m hpcrl.launch.doctor.node {shlex.quote(str(probes[0]))}")
 
 
 def _no_node(output: str, partition: str, wait_s: int) -> Finding:

@@ -77,11 +77,19 @@ def remove(run: Run, keep: Literal["metrics", "last", "export"] | None = None) -
     discard(run.path)
     for home in homes:
         discard(home)
+    if run.bench.is_dir():
+        discard(run.bench)
     if shared.parent == submissions and not any(
         os.path.realpath(other.slurm) == str(shared) for other in all_runs(run.root)
     ):
         discard(shared)
-    for folder in (submissions, run.path.parent, *(home.parent for home in homes)):
+    for folder in (
+        submissions,
+        run.path.parent,
+        run.bench.parent,
+        run.bench.parents[1],
+        *(home.parent for home in homes),
+    ):
         with suppress(OSError):  # other runs are in it
             folder.rmdir()
 

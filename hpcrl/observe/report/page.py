@@ -22,12 +22,17 @@ def page(runs: Sequence[dict[str, Any]], live: bool = False) -> str:
     texts = {
         "TITLE": _escaped(", ".join(run["name"] for run in runs)),
         "LICENSE": (_FOLDER / "uplot.LICENSE").read_text(encoding="utf-8").strip(),
-        "STYLES": "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLES),
+        "STYLES": styles(),
         "SCRIPTS": "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "DATA": as_data({"runs": runs, "live": live}),
     }
     parts = (_FOLDER / "report.html").read_text(encoding="utf-8").split("@@")
     return "".join(texts[part] if at % 2 else part for at, part in enumerate(parts))
+
+
+def styles() -> str:
+    """Return the style sheets of a report."""
+    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLES)
 
 
 def as_data(value: Any) -> str:
