@@ -84,6 +84,11 @@ def serve(
             rewards = RewardServices(run, attempt, services, config.environment.timeout_seconds)
             rewards.wait(lambda: status.write("waiting for the reward model"))
             options = replace(options, rewards=rewards.choose)
+        sandboxes = None
+        if servers := config.sandbox_servers:
+            from hpcrl.rollout.own_services import sandboxes_of
+
+            sandboxes = sandboxes_of(run, attempt, servers)
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(ControllerClient(run, attempt)))
         if not shared:  # else its agent tells, once this process has ended and its memory is free
@@ -93,6 +98,7 @@ def serve(
             "baselines": options.baselines,
             "rewards": options.rewards,
             "teacher_inputs": options.teacher_inputs,
+            "sandboxes": sandboxes,
         }
         asyncio.run(run_worker(options, engine, generator.maker(**given), generator.decode, status))
 

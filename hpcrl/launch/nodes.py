@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Literal
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import ScorerSet, scorer_numbers, scorer_sets, scorers_per_node
 from hpcrl.rundir.process_names import scorer_name, worker_name
 
-Role = Literal["trainer", "rollout", "reward", "scorer"]
+Role = Literal["trainer", "rollout", "reward", "scorer", "sandbox"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Node:
         torchrun: whether they are several processes.
         part, parts: which of the nodes this is that share its scorer, and how many they are.
         spare: whether other nodes have scorers of the same model too.
+        sandboxes: numbers of the servers of sandboxes on this node.
     """
 
     index: int
@@ -57,12 +59,14 @@ class Node:
     part_of: tuple[int, ...] = ()
     part: int = 0
     parts: int = 1
+    sandboxes: tuple[int, ...] = ()
 
     @property
     def workers(self) -> list[str]:
         """Names of the processes that are started again when they fail."""
         scorers = () if self.part else self.scorers
         numbers = {"rollout": self.replicas, "reward": self.services, "scorer": scorers, "part": self.engine_parts}
+        numbers["sandbox"] = self.sandboxes  # after those that have devices
         return [f"{job}-{number}" for job, own in numbers.items() for number in own]
 
     def part_of_scorer(self, part: int) -> str:
@@ -133,7 +137,24 @@ def make_plan(config: Config) -> list[Node]:
             for part in range(each.nodes):
                 nodes.append(scorer_node(len(nodes), each, own, on_gpu=on_gpu, offset=offset, part=part))
                 offset += nodes[-1].gpus
-    return nodes
+    return _with_sandboxes(nodes, config)
+
+
+def _with_sandboxes(nodes: list[Node], config: Config) -> list[Node]:
+    """Return the nodes, those with replicas with the number of a server of sandboxes, after those on nodes of their own."""
+    asked = config.slurm.sandboxes
+    if asked.per_rollout_node == 0:
+        return nodes
+    numbers, colocated = count(asked.nodes), config.trainer.placement.colocate_all
+    return [
+        replace(node, sandboxes=(next(numbers),)) if node.replicas and (colocated or node.role == "rollout") else node
+        for node in nodes
+    ]
+
+
+def sandbox_node(index: int, server: int) -> Node:
+    """Return a node that has nothing but a server of sandboxes."""
+    return Node(index, "sandbox", 0, (), 0, 0, sandboxes=(server,))
 
 
 def _beside(config: Config, node: int) -> range:

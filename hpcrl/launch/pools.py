@@ -1,4 +1,5 @@
-"""Elastic pools of a run: job arrays beside its own, each element of which has one worker: a replica, or a copy of a scorer's model."""
+"""Elastic pools of a run: job arrays beside its own, each element of which has one worker: a replica, a copy of a scorer's model, or a server
+of sandboxes."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from dataclasses import dataclass
 
 from hpcrl.config import Config, ElasticConfig
 from hpcrl.config.scorers import COPIES, POOLS, scorer_numbers, scorer_sets, scorers_per_node
+from hpcrl.config.sections.slurm import SandboxesConfig
 from hpcrl.errors import RunError
-from hpcrl.launch.nodes import Node, make_plan, scorer_node
+from hpcrl.launch.nodes import Node, make_plan, sandbox_node, scorer_node
 
-ROLLOUT = "rollout"
+ROLLOUT, SANDBOXES = "rollout", "sandboxes"
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Pool:
     """One pool.
 
     Attributes:
-        name: ROLLOUT, or what its scorers' findings are called (ScorerSet).
+        name: ROLLOUT, SANDBOXES, or what its scorers' findings are called (ScorerSet).
         what: its workers are besides, for people; or empty.
         setting: the section that asks for it.
         instead: the setting that says how many of the same start with the run.
@@ -31,7 +33,7 @@ class Pool:
     what: str
     setting: str
     instead: str
-    asked: ElasticConfig
+    asked: ElasticConfig | SandboxesConfig
     nodes: tuple[Node, ...]
     share: int
 
@@ -41,11 +43,18 @@ class Pool:
         return [name for node in self.nodes for name in node.workers]
 
     @property
+    def number(self) -> str:
+        """The setting that says how many elements it has."""
+        return f"{self.setting}.{'nodes' if self.name == SANDBOXES else 'replicas'}"
+
+    @property
     def title(self) -> str:
         return "elastic pool" if self.name == ROLLOUT else f"elastic pool of {self.name}"
 
     def element(self, config: Config) -> tuple[int | None, int | None, bool]:
         """Return the request of an element, as of `SlurmConfig.element`."""
+        if isinstance(self.asked, SandboxesConfig):
+            return self.asked.cpus_per_task, self.asked.mem_gb, False
         return config.slurm.element(self.asked, self.share)
 
 
@@ -67,6 +76,11 @@ def elastic_pools(config: Config) -> list[Pool]:
         where, share = (POOLS[each.role], COPIES[each.role]), scorers_per_node(config, each)
         found.append(Pool(each.name, each.title, *where, each.pool, tuple(nodes), share))
         first += len(nodes)
+    if config.slurm.sandboxes.nodes:
+        asked = config.slurm.sandboxes
+        nodes = tuple(sandbox_node(first + server, server) for server in range(asked.nodes))
+        where = "slurm.sandboxes", "slurm.sandboxes.per_rollout_node"
+        found.append(Pool(SANDBOXES, f"at most {asked.per_node} sandboxes each", *where, asked, nodes, 1))
     return found
 
 
@@ -88,7 +102,11 @@ def pooled_node(config: Config, worker: str) -> Node:
 def with_few_cores(config: Config) -> list[str]:
     """Return the sections of pools, and of the evaluation job, on GPUs whose elements ask for no cores and take no whole nodes."""
     pools = elastic_pools(config)
-    few = [pool.setting for pool in pools if config.slurm.has_scarce_elements(pool.asked, pool.share)]
+    few = [
+        pool.setting
+        for pool in pools
+        if not isinstance(pool.asked, SandboxesConfig) and config.slurm.has_scarce_elements(pool.asked, pool.share)
+    ]
     asked = config.slurm.evaluation
     if asked.when != "never" and config.slurm.has_scarce_elements(asked, config.replicas_per_node):
         few.append("slurm.evaluation")

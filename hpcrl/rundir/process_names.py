@@ -1,6 +1,7 @@
-"""Names of a run's rollout workers, scorers and elements of the evaluation job, which begin names of files, statuses and timelines."""
+"""Names of a run's rollout workers, scorers, sandbox servers and elements of the evaluation job, which begin names of files, statuses and
+timelines."""
 
-WORKER, SCORER, EVALUATION = "rollout-", "scorer-", "evaluation-"
+WORKER, SCORER, EVALUATION, SANDBOX = "rollout-", "scorer-", "evaluation-", "sandbox-"
 
 
 def worker_name(replica: int) -> str:
@@ -13,3 +14,7 @@ def scorer_name(number: int) -> str:
 
 def evaluation_name(element: int) -> str:
     return f"{EVALUATION}{element}"
+
+
+def sandbox_name(server: int) -> str:
+    return f"{SANDBOX}{server}"

@@ -255,8 +255,7 @@ class Sandbox:
         directory: str = "/",
         snapshot: IO[bytes] | None = None,
     ) -> None:
-        if os.geteuid() == 0:
-            raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
+        require_ordinary_user()
         self.limits = limits or SandboxLimits()
         self._environment, self._directory = {**_ENVIRONMENT, **(environment or {})}, directory
         self._lock, self._memory_killed = threading.Lock(), float("-inf")
@@ -449,6 +448,12 @@ class Sandbox:
                 send(self._owner, message, descriptors)
             except OSError as error:
                 raise SandboxEnded("the sandbox has ended") from error
+
+
+def require_ordinary_user() -> None:
+    """Raise SandboxError where this process is root's."""
+    if os.geteuid() == 0:
+        raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
 
 
 def _typed_end(given: bytes) -> bytes:

@@ -235,6 +235,23 @@ def evaluation_job(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def sandboxes(config: ConfigTree) -> Iterator[Problem]:
+    """Refuse sandboxes where no environment could start one, or no node has them."""
+    path, asked = "slurm.sandboxes", config.slurm.sandboxes
+    if config.sandbox_servers == 0:
+        return
+    first = f"{path}.{'nodes' if asked.nodes else 'per_rollout_node'}"
+    if not config.has_engines:
+        yield Problem(first, "has no effect where nothing is generated; leave it out")
+    elif config.slurm.evaluation.when != "never":
+        yield Problem(first, 'does not go together with slurm.evaluation.when, whose job has none; set that to "never"')
+    elif asked.per_rollout_node and config.generator.inference_engine.remote_urls:
+        yield Problem(
+            f"{path}.per_rollout_node",
+            f"a run has no rollout nodes with generator.inference_engine.remote_urls; set {path}.nodes",
+        )
+
+
 def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     for section, asked, owned in (
@@ -243,6 +260,7 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
         *((path, asked, {*_SBATCH_OWN, "dependency", "gpus_per_node"}) for path, asked in _pools(slurm).items()),
         ("slurm.upload", slurm.upload, {*_SBATCH_OWN, "dependency"}),
         ("slurm.evaluation", slurm.evaluation, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
+        ("slurm.sandboxes", slurm.sandboxes, {*_SBATCH_OWN, "dependency"}),
     ):
         for name in asked.extra:
             own = _SBATCH_NAMES.get(name.replace("-", "_"), "")
@@ -259,7 +277,11 @@ def shared_secrets(config: ConfigTree) -> Iterator[Problem]:
     slurm = config.slurm
     if slurm.readable_by is None:
         return
-    jobs = {"slurm.upload": slurm.upload, "slurm.evaluation": slurm.evaluation}
+    jobs = {
+        "slurm.upload": slurm.upload,
+        "slurm.evaluation": slurm.evaluation,
+        "slurm.sandboxes": slurm.sandboxes,
+    }
     sections = {"slurm": slurm, **jobs, **_pools(slurm), **_requests(slurm)}
     lines = [("slurm.setup", line) for line in slurm.setup]
     lines += [("slurm.container.arguments", word) for word in slurm.container.arguments]

@@ -194,6 +194,66 @@ class EvaluationJobConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxesConfig:
+    """Sandboxes for environments that run programs (docs/sandboxes.md), on nodes of their own and on rollout nodes. Those of their own are a job
+    array, one element each, that Slurm may take away and start again at any time."""
+
+    nodes: int = setting(0, range=NOT_NEGATIVE)
+    """Nodes of their own; 0: none."""
+
+    per_node: int = setting(32, range=COUNT)
+    """Sandboxes at a time on each of these at most; who wants another one asks the next node, or waits."""
+
+    per_rollout_node: int = setting(0, range=NOT_NEGATIVE)
+    """Sandboxes at a time at most on each node of the run that has replicas; 0: none. They share its cores and its memory."""
+
+    memory_gb: float = setting(2.0, range=POSITIVE)
+    """Memory of the processes of a sandbox in GB; above it all of them are killed."""
+
+    disk_gb: float = setting(2.0, range=POSITIVE)
+    """Changed files of a sandbox in GB. They are in the memory of the node, too."""
+
+    files: int = setting(200_000, range=COUNT)
+    """Files, directories and links that a sandbox makes at most."""
+
+    processes: int = setting(256, range=COUNT)
+    """Processes and threads of a sandbox at a time."""
+
+    network: list[str] = setting([], check=ONE_LINE)
+    """Names of the images whose sandboxes may have the network of their node; others have none."""
+
+    lease_seconds: int = setting(300, range=Range(10))
+    """Seconds after which a sandbox ends of which no rollout worker was heard."""
+
+    at_once: int | None = setting(None, range=COUNT)
+    """Elements that run at the same time at most; unset: all."""
+
+    partition: str | None = setting(None, check=ONE_LINE)
+    """Partition, such as one of CPU nodes; unset: that of the run."""
+
+    account: str | None = setting(None, check=ONE_LINE)
+    """Account that is charged; unset: that of the run."""
+
+    qos: str | None = setting(None, check=ONE_LINE)
+    """Quality of service; unset: the partition's default."""
+
+    constraint: str | None = setting(None, check=ONE_LINE)
+    """Features that the nodes must have."""
+
+    time_minutes: int | None = setting(None, range=Range(5))
+    """Time limit of an element in minutes, after which it queues again; unset: that of the run."""
+
+    cpus_per_task: int | None = setting(None, range=COUNT)
+    """CPU cores of an element; unset: the partition's default."""
+
+    mem_gb: int | None = setting(None, range=NOT_NEGATIVE)
+    """Memory of an element in GB, for memory_gb and disk_gb of all its sandboxes; 0: all of its node; unset: the partition's default."""
+
+    extra: dict[str, Any] = setting({}, check=_SBATCH)
+    """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
     """A container in which the run's processes run on the nodes. The image needs hpcrl with all that it depends on; docs/containers.md."""
 
@@ -354,6 +414,8 @@ class SlurmConfig:
     upload: UploadJobConfig = section(UploadJobConfig, on_change=CLUSTER)
 
     evaluation: EvaluationJobConfig = section(EvaluationJobConfig, on_change=CLUSTER)
+
+    sandboxes: SandboxesConfig = section(SandboxesConfig, on_change=CLUSTER)
 
     container: ContainerConfig = section(ContainerConfig, on_change=SOFTWARE)
 

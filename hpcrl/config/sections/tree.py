@@ -166,6 +166,16 @@ class ConfigTree:
         return max(1, self.slurm.gpus // max(1, self.generator.inference_engine.gpus))
 
     @property
+    def sandbox_servers(self) -> int:
+        """Servers of sandboxes: those on nodes of their own, and then one on each node of the run that has replicas."""
+        own = self.slurm.sandboxes
+        if own.per_rollout_node == 0:
+            return own.nodes
+        if self.trainer.placement.colocate_all:
+            return own.nodes + self.trainer.placement.policy_nodes
+        return own.nodes + -(-self.generator.inference_engine.engines // self.replicas_per_node)
+
+    @property
     def evaluators(self) -> range:
         """Numbers of the replicas that only evaluate."""
         engines = self.generator.inference_engine.engines

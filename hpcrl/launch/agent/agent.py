@@ -8,6 +8,7 @@ It takes its role from the plan by its node id, starts that role's processes, su
                     jobs/engine_node.py
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
+    sandbox node    jobs/sandbox.py, the server of the node's sandboxes; a rollout node may have one too
     scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node. Of a copy on several
                     nodes the first one decides when its ranks start (multi_node.py)
 
@@ -56,6 +57,7 @@ from hpcrl.rundir.ledger import (
     read_attempts,
     report_outcome,
 )
+from hpcrl.rundir.process_names import SANDBOX
 from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWriter, read_process_status, trainer_left
 from hpcrl.runtime.signals import ask_to_stop, stop_asked, stop_cause
@@ -257,7 +259,7 @@ class NodeAgent:
 
         restarts, error = self._restarts[child.name], child.first_error()
         # with the controller, which looks whether enough are left
-        registered = not child.name.startswith(("reward", "part"))
+        registered = not child.name.startswith(("reward", "part", SANDBOX))
         restarts.ended()
         if restarts.given_up and child.name.startswith("reward"):
             self._failed(child)

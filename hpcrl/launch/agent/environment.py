@@ -103,7 +103,7 @@ class Environments:
 
     def _threads(self, cores: int) -> int:
         node = self._node
-        workers = (len(node.workers) or len(node.scorers)) * node.scorer_ranks
+        workers = (len(node.workers) - len(node.sandboxes) or len(node.scorers)) * node.scorer_ranks
         # those of a node with both take turns
         turns = node.replicas and not node.elsewhere
         processes = max(node.ranks, workers) if turns else node.ranks + workers

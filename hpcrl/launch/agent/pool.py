@@ -1,7 +1,7 @@
 """Pool agent: the task of one element of an elastic pool, a job array beside the run's own.
 
-It starts a rollout worker, or a scorer, for the newest attempt of the run and for each later one, and restarts a failed one. It ends with the
-run; Slurm may take it away at any time, and the end of its batch script (launch/requeue/elastic.py) queues it again.
+It starts a rollout worker, a scorer, or a server of sandboxes, for the newest attempt of the run and for each later one, and restarts a failed
+one. It ends with the run; Slurm may take it away at any time, and the end of its batch script (launch/requeue/elastic.py) queues it again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, outcome_of
+from hpcrl.rundir.process_names import SANDBOX
 
 _POLL_S = 1.0
 _ASK_S = 60.0
@@ -78,7 +79,7 @@ class PoolAgent(NodeAgent):
 
 
 def main(path: str, worker: str, sizes: Sizes | None = None) -> None:
-    """Keep a worker of the run at `path` going, rollout-<replica> or scorer-<number>; ends the process."""
+    """Keep a worker of the run at `path` going, rollout-<replica>, scorer-<number> or sandbox-<server>; ends the process."""
     run = Run(Path(path))
     serve_element(lambda context, signals: _serve(run, context, worker, signals, sizes))
 
@@ -86,7 +87,8 @@ def main(path: str, worker: str, sizes: Sizes | None = None) -> None:
 def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], sizes: Sizes | None) -> int:
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
     idle, asked, lost = time.monotonic(), time.monotonic(), 0
-    held = HeldNodes(run, context, pool=True) if run.config.is_file() else None
+    # what nodes of sandboxes do is no part of the account: they compute nothing of the policy
+    held = HeldNodes(run, context, pool=True) if run.config.is_file() and not worker.startswith(SANDBOX) else None
     patience = FilesystemPatience(run)
     while not signals:
         if held:

@@ -24,7 +24,13 @@ from hpcrl.rundir.process_names import scorer_name
 from hpcrl.runtime.numa import nodes_of_gpus
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
-_NUMBERS = {"rollout": "HPCRL_REPLICA", "reward": "HPCRL_SERVICE", "scorer": "HPCRL_SCORER", "part": "HPCRL_PART"}
+_NUMBERS = {
+    "rollout": "HPCRL_REPLICA",
+    "reward": "HPCRL_SERVICE",
+    "scorer": "HPCRL_SCORER",
+    "part": "HPCRL_PART",
+    "sandbox": "HPCRL_SANDBOXES",
+}
 _ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -67,7 +73,7 @@ class NodeProcesses:
         self._spawn("controller", command, signal.SIGINT, ignore_sigterm=True)
 
     def start_worker(self, name: str) -> None:
-        """Start rollout-<replica>, part-<number>, reward-<service>, or the ranks of scorer-<number>."""
+        """Start rollout-<replica>, part-<number>, reward-<service>, sandbox-<server>, or the ranks of scorer-<number>."""
         job, number = name.split("-")
         command, variables = [self._job(job), str(self._run.path)], {_NUMBERS[job]: number}
         if job == "scorer" and self._node.parts > 1:
@@ -79,7 +85,7 @@ class NodeProcesses:
         elif job == "scorer":
             variables |= _ONE_RANK
         command = [sys.executable, *command]
-        if records_engines(self._profiler, self._node):
+        if job != "sandbox" and records_engines(self._profiler, self._node):
             command = self._under_nsys(command, name, "--cuda-graph-trace=node")  # the kernels of each graph too
         self._spawn(name, command, signal.SIGTERM, False, **variables)
 

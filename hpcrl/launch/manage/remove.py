@@ -96,7 +96,7 @@ def _give_evaluations_up(run: Run) -> None:
 def _large(run: Run) -> list[Path]:
     """Return the folders that only training, exports and uploads read. The list of starts stays, by which curves are read."""
     folders = [
-        run.weights, run.samples, run.scores, run.datasets, run.teacher, run.turns, run.batches, run.dumps,
+        run.weights, run.samples, run.scores, run.datasets, run.teacher, run.turns, run.snapshots, run.batches, run.dumps,
         run.pictures,
     ]  # fmt: skip
     saved = [folder / name for folder in (run.checkpoints, run.exports) for name in children(folder)]

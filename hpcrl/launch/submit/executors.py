@@ -18,7 +18,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
-from hpcrl.config.sections.slurm import EvaluationJobConfig, UploadJobConfig
+from hpcrl.config.sections.slurm import EvaluationJobConfig, SandboxesConfig, UploadJobConfig
 from hpcrl.errors import ConfigError, SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
@@ -42,7 +42,7 @@ from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
 
-_Asked = TypeVar("_Asked", ElasticConfig, UploadJobConfig, EvaluationJobConfig)
+_Asked = TypeVar("_Asked", bound=ElasticConfig | UploadJobConfig | EvaluationJobConfig | SandboxesConfig)
 
 
 @dataclass(frozen=True)
@@ -284,12 +284,13 @@ def pool_executor(submission: Submission, run: Run, config: Config, pool: Pool, 
         "nodes": 1,
         "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0"],
-        "array_parallelism": asked.at_once or asked.replicas,
+        "array_parallelism": asked.at_once or len(pool.nodes),
         "dependency": "?".join(f"after:{gang}" for gang in gangs),
         "additional_parameters": {"requeue": True, **asked.extra},
     }
-    kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
-    parameters |= _gpus(slurm, f"{kind}{colon}{pool.nodes[0].gpus}")
+    if gpus := pool.nodes[0].gpus:
+        kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
+        parameters |= _gpus(slurm, f"{kind}{colon}{gpus}")
     cpus, memory, whole = pool.element(config)
     if whole:
         parameters["exclusive"] = True
@@ -390,7 +391,7 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
 def _executor(
     folder: Path,
     parameters: dict[str, Any],
-    asked: SlurmConfig | ElasticConfig | UploadJobConfig | EvaluationJobConfig,
+    asked: SlurmConfig | ElasticConfig | UploadJobConfig | EvaluationJobConfig | SandboxesConfig,
     starter: Starter,
 ) -> ArrayExecutor:
     for name in ("partition", "account", "qos", "constraint"):

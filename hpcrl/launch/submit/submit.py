@@ -262,6 +262,7 @@ def launch(submission: Submission, local: bool) -> None:
     """Start agents for run directories that exist, and record the jobs in each of them. Raises SubmitError where the executor refuses."""
     logging.getLogger("submitit").setLevel(logging.ERROR)
     runs, config = submission.runs, submission.planned
+    _require_ordinary_user(config)
     if local:
         _require_local(submission)
     else:
@@ -311,13 +312,21 @@ def launch(submission: Submission, local: bool) -> None:
         raise
 
 
+def _require_ordinary_user(config: Config) -> None:
+    """Raise SubmitError where a run with sandboxes would be root's."""
+    if config.sandbox_servers and os.geteuid() == 0:
+        raise SubmitError(
+            "slurm.sandboxes: sandboxes are for ordinary users, because root would be root of the node inside; submit the run as one"
+        )
+
+
 def _require_local(submission: Submission) -> None:
     """Raise SubmitError where a submission needs jobs of Slurm, or packages that this environment lacks."""
     config = submission.planned
     pools = [each for element in submission.elements for each in elastic_pools(element.planned)]
     if pools:
         raise SubmitError(
-            f"{pools[0].setting}.replicas: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
+            f"{pools[0].number}: this machine has no partitions; with --local, set it to 0 and {pools[0].instead} higher"
         )
     if threading.current_thread() is not threading.main_thread():  # only that one may have signals ignored
         raise SubmitError("a run on this machine is started by the main thread of Python: call this there")

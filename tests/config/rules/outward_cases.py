@@ -154,4 +154,25 @@ OF_UPLOADS = [
         "slurm.evaluation.time_minutes", "expected at least twice slurm.signal_seconds (400), found 10 minutes",
         {**JOB, "slurm.signal_seconds": 400},
     ),
+    Case(
+        "sandboxes of a run that generates nothing",
+        {**SFT, "slurm.sandboxes.nodes": 1}, "slurm.sandboxes.nodes", "has no effect where nothing is generated", SFT,
+    ),
+    Case(
+        "sandboxes beside an evaluation job",
+        {**JOB, "slurm.sandboxes.per_rollout_node": 4},
+        "slurm.sandboxes.per_rollout_node", "does not go together with slurm.evaluation.when",
+        {"slurm.sandboxes.per_rollout_node": 4},
+    ),
+    Case(
+        "sandboxes on rollout nodes where engines are elsewhere",
+        {"generator.inference_engine.remote_urls": ["http://a:8000"], "slurm.sandboxes.per_rollout_node": 4},
+        "slurm.sandboxes.per_rollout_node", "has no rollout nodes",
+        {"generator.inference_engine.remote_urls": ["http://a:8000"], "slurm.sandboxes.nodes": 1},
+    ),
+    Case(
+        "sbatch options of the sandboxes' job",
+        {"slurm.sandboxes.extra": {"time": "1"}}, "slurm.sandboxes.extra.time", "set slurm.sandboxes.time_minutes instead",
+        {"slurm.sandboxes.extra": {"nice": 5}},
+    ),
 ]  # fmt: skip

@@ -177,7 +177,8 @@ def test_texts_of_batch_scripts_have_one_line(setting: Setting) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "", "-x", "nodes=9 --x", "a\u2028"])
 @pytest.mark.parametrize(
-    "section", ["slurm", "slurm.elastic", "slurm.elastic_scorers.teacher", "slurm.upload", "slurm.evaluation"]
+    "section",
+    ["slurm", "slurm.elastic", "slurm.elastic_scorers.teacher", "slurm.upload", "slurm.evaluation", "slurm.sandboxes"],
 )
 def test_names_of_sbatch_options(section: str, name: str) -> None:
     assert told(f"{section}.extra", {"mail-type": "END", "mail_user": "me@x", "reservation": True, "nice": 5}) == []

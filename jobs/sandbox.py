@@ -1,0 +1,89 @@
+"""Serves the sandboxes of a node: python jobs/sandbox.py RUN
+
+consumes   images of the root of runs, and what rollout workers ask
+waits for  nothing
+produces   sandboxes, and snapshots in the run directory; its address is in its process status
+ends       with 0 on SIGTERM; with the exit code of hpcrl/errors.py otherwise
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+from hpcrl.config import Config
+from hpcrl.errors import HpcrlError
+from hpcrl.rundir.attempt_config import attempt_config
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import sandbox_name
+from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.http_server import Signed, bind
+from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter, ending_told
+from hpcrl.runtime.token import of_process, read_token
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.node import NodeSandboxes
+from hpcrl.sandboxes.sandbox import SandboxLimits, require_ordinary_user
+from hpcrl.sandboxes.server import serve_sandboxes
+from hpcrl.sandboxes.snapshots import SnapshotStore
+
+_LOOK_S = 0.2
+_GB = 2**30
+
+
+def main(path: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    run, attempt, number = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_SANDBOXES"])
+    name = sandbox_name(number)
+    heartbeat = Heartbeat(run, attempt, name)
+    status = StatusWriter(run, name, attempt, heartbeat)
+    with ending_told(status):
+        require_ordinary_user()
+        heartbeat.beat("serve")
+        serve(run, attempt_config(run, attempt), attempt, number, status)
+
+
+def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+    """Serve sandboxes until SIGTERM."""
+    node, name = make_node(run, config, number), sandbox_name(number)
+    listener = bind(os.environ["HPCRL_ADDRESS"])
+    host, port = listener.getsockname()[:2]
+    proof = Signed(read_token(run), of_process(run.name, name), attempt)
+
+    async def until_stopped() -> None:
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+        told = float("-inf")
+        while not asked.is_set():
+            if time.monotonic() - told >= RENEW_S:
+                status.write(SERVING, url=f"http://{host}:{port}", sandboxes=node.running, most=node.most)
+                told = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+
+    asyncio.run(serve_sandboxes(node, proof, listener, until_stopped()))
+
+
+def make_node(run: Run, config: Config, number: int) -> NodeSandboxes:
+    """Return the sandboxes of this node, as slurm.sandboxes asks for them."""
+    asked = config.slurm.sandboxes
+    limits = SandboxLimits(
+        int(asked.memory_gb * _GB), int(asked.disk_gb * _GB), files=asked.files, processes=asked.processes
+    )
+    return NodeSandboxes(
+        ImageStore(run.root),
+        SnapshotStore(run.snapshots),
+        asked.per_node if number < asked.nodes else asked.per_rollout_node,
+        float(asked.lease_seconds),
+        limits,
+        frozenset(asked.network),
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

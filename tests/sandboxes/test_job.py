@@ -1,0 +1,117 @@
+"""The process that serves a node's sandboxes in a run, and the rollout worker's way to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.envs.tools.sandboxes import SandboxLost
+from hpcrl.errors import SandboxError, ServiceError
+from hpcrl.rollout.own_services import sandboxes_of
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import sandbox_name
+from hpcrl.runtime.process_status import SERVING, read_process_status
+from hpcrl.sandboxes import sandbox as module
+from hpcrl.sandboxes.images import ImageStore
+from tests.paths import QUICKSTART, ROOT
+from tests.sandboxes.material import PATIENCE_S
+
+PLACE = {"HPCRL_ATTEMPT": "1", "HPCRL_SANDBOXES": "0", "HPCRL_ADDRESS": "127.0.0.1"}
+SETTINGS = ("slurm.sandboxes.nodes=1", "slurm.sandboxes.per_node=2", 'slurm.sandboxes.network=["other"]')
+JOB = "import runpy, sys; sys.path[:0] = sys.argv[1:3]; sys.argv[:] = sys.argv[3:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+def make_run(folder: Path) -> Run:
+    run = Run(folder / "root" / "project" / "run")
+    write_text(run.config, Config.from_toml([Path(QUICKSTART)], SETTINGS).to_toml())
+    write_text(run.token, "secret\n", mode=0o600)
+    return run
+
+
+@pytest.fixture
+def run(user: Path, image: Path) -> Run:
+    run = make_run(user)
+    ImageStore(run.root).add("tiny", image, temporary=user)
+    return run
+
+
+@contextmanager
+def serving(run: Run, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run jobs/sandbox.py as the ordinary user of the tests."""
+    python = module._COMMAND[0]
+    shown = subprocess.run([python, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, check=True)
+    if shown.stdout.decode().strip() != str(tuple(map(int, sys.version_info[:2]))):
+        pytest.skip("the Python of ordinary users cannot import these packages")
+    temporary.mkdir(exist_ok=True)
+    environment = {**PLACE, "TMPDIR": str(temporary)}
+    job, packages = ROOT / "jobs" / "sandbox.py", Path(httpx.__file__).parents[1]
+    command = [python, "-c", JOB, str(ROOT), str(packages), str(job), str(run.path)]
+    with subprocess.Popen(command, env=os.environ | environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def serves(run: Run, process: subprocess.Popen[bytes]) -> bool:
+    status = read_process_status(run, sandbox_name(0), 1)
+    return status is not None and (status.state, status.pid) == (SERVING, process.pid)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the tests are not root's")
+def test_root_serves_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    command = [sys.executable, str(ROOT / "jobs" / "sandbox.py"), str(run.path)]
+    ended = subprocess.run(command, env=os.environ | PLACE, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "for ordinary users" in ended.stderr) == (SandboxError.exit_code, True), ended.stderr
+
+
+def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, user: Path) -> None:
+    sandboxes = sandboxes_of(run, 1, 1)
+    with serving(run, user / "one") as process:
+        until(lambda: serves(run, process), process)
+        one = sandboxes.start("tiny")
+        one.write("/file", b"content")
+        digest = one.snapshot()
+        assert (run.snapshots / f"{digest}.tar.gz").is_file()
+        with pytest.raises(SandboxError, match="those that may: other"):
+            sandboxes.start("tiny", network=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with pytest.raises(SandboxLost):
+            one.read("/file")
+    with serving(run, user / "one") as process:
+        until(lambda: serves(run, process), process)
+        one = sandboxes.start("tiny", snapshot=digest, wait_s=PATIENCE_S)
+        assert one.read("/file") == b"content"
+        stranger = sandboxes_of(run, 2, 1)  # of another attempt
+        with pytest.raises(ServiceError, match="a server is away"):
+            stranger.start("tiny", wait_s=0.0)
+        url = json.loads(run.status_file(sandbox_name(0)).read_text())["facts"]["url"]
+        body = {"image": "tiny", "network": False, "snapshot": ""}
+        assert httpx.post(f"{url}/start", json=body).status_code == 409, "a request without a signature"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+        with pytest.raises(SandboxLost):
+            one.read("/file")
+    assert not list((user / "one").iterdir()), "it has left something"
