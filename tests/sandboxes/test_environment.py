@@ -58,7 +58,7 @@ def make(sandboxes: Sandboxes) -> Iterator[Make]:
 
 
 def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
 
 
 def answer(turn: Turn) -> str:
@@ -85,7 +85,8 @@ def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None
     assert shell(one, "sleep 600", seconds=0.3) == "(ended: it took more than 0.3 s)"
     assert shell(one, "cd /a; rm -r /a") == "(no output)"
     assert shell(one, "echo on").endswith("\non"), "its directory is gone"
-    assert shell(one, "pwd") == "/"
+    assert shell(one, "pwd; PWD=/$(python3 -c 'print(\"x\" * 9000)')") == "/"
+    assert shell(one, "pwd") == "/", "no program chooses a path that long"
     long = shell(one, "i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i + 1)); done")
     assert long.startswith("line 0\n")
     assert long.endswith("line 2999")
@@ -107,34 +108,37 @@ def test_files_are_shown_and_changed(make: Make) -> None:
     assert answer(one.step(call("view", path="a/run", first=2))) == "2  echo three two"
     assert edit("a/run", "e", "") == "error: the old text is in a/run 3 times; expected it exactly once"
     assert edit("a/run", "", "x") == "error: a/run exists; expected an old text that is in it"
-    assert "No such file" in edit("b", "x", "y")
+    assert edit("b", "x", "y") == "error: b does not exist"
+    assert edit("a/run/b", "", "y") == "error: /work/a/run/b cannot be written"
     shell(one, "ln -s /etc/release linked")
     assert edit("linked", "tiny", "mine") == "linked is changed in line 1"
     assert shell(one, "cat /etc/release") == "mine", "of the sandbox"
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("<tool_call>{", "the call is not JSON"),
-        ("<tool_call>[1]</tool_call>", 'expected {"name": "…", "arguments": {…}}'),
-        (call("rm"), "there is no tool 'rm'"),
-        (call("shell"), "missing: command"),
-        (call("shell", command=["ls"]), "wrong: command"),
-        (call("shell", command="ls", seconds=True), "wrong: seconds"),
-        (call("shell", command="ls", path="/"), "wrong: path"),
-        (call("shell", command="a\0b"), "no null characters"),
-        (call("view", path="a\0b"), "expected the path of a file"),
-        (call("view", path="/proc"), "no regular file"),
-        (call("shell", command="x" * tools.LONGEST_CALL), "a call of more than"),
-    ],
-)  # fmt: skip
-def test_a_wrong_call_costs_a_turn_and_nothing_else(make: Make, text: str, wrong: str) -> None:
+WRONG = [
+    ("<tool_call>{", "the call is not JSON"),
+    ("<tool_call>[1]</tool_call>", 'expected {"name": "…", "arguments": {…}}'),
+    (call("rm"), "there is no tool 'rm'"),
+    (call("shell"), "missing: command"),
+    (call("shell", command=["ls"]), "wrong: command"),
+    (call("shell", command="ls", seconds=True), "wrong: seconds"),
+    (call("shell", command="ls", path="/"), "wrong: path"),
+    (call("shell", command="a\0b"), "no null characters"),
+    (call("view", path="a\0b"), "expected the path of a file"),
+    (call("view", path="/proc"), "/proc is no regular file, or too large"),
+    (call("shell", command="ls", seconds=-1), "more than 0 seconds"),
+    (call("shell", command="я" * 60_000), "refuses it; is it too long?"),
+    (call("shell", command="x" * tools.LONGEST_CALL), "a call of more than"),
+]
+
+
+def test_a_wrong_call_costs_a_turn_and_nothing_else(make: Make) -> None:
     one = make(ROW)
-    turn = one.step(text)
-    assert answer(turn).startswith("error: ")
-    assert wrong in answer(turn)
-    assert (turn.metrics["calls"], turn.metrics["failed_calls"]) == (1, 1)
+    for count, (text, wrong) in enumerate(WRONG, 1):
+        turn = one.step(text)
+        assert answer(turn).startswith("error: ")
+        assert wrong in answer(turn)
+        assert (turn.metrics["calls"], turn.metrics["failed_calls"]) == (count, count)
     assert shell(one, "echo on") == "on"
 
 
@@ -212,6 +216,8 @@ def test_another_process_goes_on_from_a_state(make: Make) -> None:
     turn = other.step(call("shell", command="true"))
     assert turn.done, "the fourth turn, of which one was before"
     assert turn.metrics["calls"] == 4
+    with pytest.raises(UserCodeError, match="begins with its snapshot"):
+        make(ROW, begin=False).resume(state.replace(json.loads(state)["snapshot"], "0" * 64))
     with pytest.raises(DataError, match="expected the state of an episode"):
         make(ROW, begin=False).resume('{"snapshot": 1}')
 

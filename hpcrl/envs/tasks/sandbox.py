@@ -9,7 +9,7 @@ from typing import Any
 from hpcrl.config.sections.environment import SandboxToolsConfig
 from hpcrl.envs.base import Environment, Messages, Turn
 from hpcrl.envs.terminal.calls import CallError, first_call
-from hpcrl.envs.terminal.judge import TaskVerdict, judge, start_task
+from hpcrl.envs.terminal.judge import TaskVerdict, judge, start_again, start_task
 from hpcrl.envs.terminal.task import task_of
 from hpcrl.envs.terminal.tools import Workplace, asked, is_submit
 from hpcrl.envs.tools.columns import lacking
@@ -112,7 +112,7 @@ class SandboxEnvironment(Environment):
         if self._snapshot is None:
             sandbox = start_task(sandboxes, self._task, network)
         else:
-            sandbox = sandboxes.start(self._task.image, network=network, snapshot=self._snapshot)
+            sandbox = start_again(sandboxes, self._task, network, self._snapshot)
         self._place = Workplace(sandbox, directory, self._config.command_seconds)
 
     def _answer(self, name: str, arguments: dict[str, Any]) -> str:

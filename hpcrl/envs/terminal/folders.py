@@ -88,13 +88,16 @@ def _harbor(folder: Path, images: ImageNames) -> TerminalTask:
     tests, solution = _tree(folder / "tests", "/tests"), _tree(folder / "solution", "/solution")
     verifier, agent = _table(path, config, "verifier"), _table(path, config, "agent")
     seconds, patience = verifier.get("timeout_sec", _HARBOR_SECONDS), agent.get("timeout_sec", _HARBOR_SECONDS)
-    environment = _table(path, _table(path, config, "solution"), "env")
+    environment, docker = _table(path, _table(path, config, "solution"), "env"), _table(path, config, "environment")
+    docker_image = docker.get("docker_image")
+    if not isinstance(docker_image, str | None):
+        raise DataError(f"{path}: expected a text as docker_image, found {docker_image!r:.80}")
     return _checked(
         path,
         TerminalTask(
             name=folder.name,
             prompt=_text(folder / "instruction.md").strip(),
-            image=images.of(folder.name, _table(path, config, "environment").get("docker_image")),
+            image=images.of(folder.name, docker_image),
             tests=TaskTests("bash /tests/test.sh", tests, seconds, _table(path, verifier, "env"), scoring="file")
             if "/tests/test.sh" in tests
             else None,

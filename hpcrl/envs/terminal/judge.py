@@ -71,8 +71,7 @@ def start_task(sandboxes: Sandboxes, task: TerminalTask, network: bool) -> Sandb
 
     Raises:
         UserCodeError: its setup fails.
-        SandboxError: none can be started.
-        DataError: there is no such image.
+        SandboxError: there is no such image, or none can be started.
     """
     sandbox = sandboxes.start(task.image, network=network)
     try:
@@ -85,6 +84,18 @@ def start_task(sandboxes: Sandboxes, task: TerminalTask, network: bool) -> Sandb
         sandbox.end()
         raise
     return sandbox
+
+
+def start_again(sandboxes: Sandboxes, task: TerminalTask, network: bool, snapshot: str) -> SandboxClient:
+    """Start a sandbox with what has been changed.
+
+    Raises:
+        UserCodeError: there is no such snapshot any more, or no such image.
+    """
+    try:
+        return sandboxes.start(task.image, network=network, snapshot=snapshot)
+    except SandboxError as error:
+        raise UserCodeError(f"no sandbox of task {task.name} begins with its snapshot: {error}") from error
 
 
 def solve(sandbox: SandboxClient, task: TerminalTask, solution: TaskScript) -> RunResult:
@@ -116,7 +127,7 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
         reward, metrics = _of_files(sandbox)
         return TaskVerdict(reward, metrics, output)
 
-    return with_sandbox(lambda: sandboxes.start(task.image, network=network, snapshot=snapshot), act)
+    return with_sandbox(lambda: start_again(sandboxes, task, network, snapshot), act)
 
 
 def ending(ran: RunResult) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STATUS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"
-_SUMMARY = re.compile(rf"({_STATUS}) (\S.*)")
+_SUMMARY = re.compile(rf"({_STATUS}) (\S+(?:::|\.py\b).*)")
 _VERBOSE = re.compile(rf"(\S+::.*?) ({_STATUS})(?:\s.*)?")
 _UNITTEST = re.compile(r"(\S.*?) \.\.\. (ok|FAIL|ERROR|skipped .*|expected failure|unexpected success)")
 _PASSED = {"PASSED", "XFAIL", "ok", "expected failure"}

@@ -22,6 +22,7 @@ LONGEST_LINE = 500
 
 _MOST_OUTPUT, _LARGEST_FILE = 4 << 20, 1 << 20
 _LOOK_SECONDS = 30.0
+_LONGEST_PATH = 4096
 _LINES = 200
 # descriptor 3 is the sandbox's standard error, where the working directory is written when the shell ends
 _SHELL = 'exec 3>&2 2>&1; cd -- "$1" || cd /; trap \'printf "%s%s" "$2" "$PWD" >&3\' EXIT; eval "$0"'
@@ -84,17 +85,19 @@ class Workplace:
         """
         try:
             return self._tools[name](**arguments)
-        except SandboxError as error:
-            raise CallError(str(error)) from error
+        except SandboxError as error:  # whose message has the address of the server
+            raise CallError("the sandbox refuses it; is it too long?") from error
 
     def _command(self, command: str, seconds: float | None = None) -> str:
         if "\0" in command:
             raise CallError("a command has no null characters")
-        limit = min(seconds or self._seconds, self._seconds)
+        limit = self._seconds if seconds is None else min(seconds, self._seconds)
+        if limit <= 0:
+            raise CallError("expected more than 0 seconds")
         mark, self.changed = secrets.token_hex(8), True
         ran = self._ran(["sh", "-c", _SHELL, command, self._place(), mark], limit)
         rest, _, directory = ran.stderr.decode(errors="replace").rpartition(mark)
-        if directory.startswith("/"):
+        if directory.startswith("/") and len(directory) <= _LONGEST_PATH and "\0" not in directory:
             self.directory = directory
         lines = [clipped((ran.stdout.decode(errors="replace") + rest).rstrip("\n")), _note(ran, limit)]
         return "\n".join(line for line in lines if line) or "(no output)"
@@ -125,13 +128,22 @@ class Workplace:
 
     def _write(self, place: str, content: str, mode: int) -> None:
         self.changed = True
-        self.sandbox.write(place, content.encode(errors="replace"), mode)
+        try:
+            self.sandbox.write(place, content.encode(errors="replace"), mode)
+        except SandboxError as error:
+            raise CallError(f"{place} cannot be written") from error
 
     def _mode(self, place: str) -> int:
         return 0o755 if self._ran(["sh", "-c", 'test -x "$0"', place], _LOOK_SECONDS).code == 0 else 0o644
 
     def _content(self, path: str) -> str:
-        content = self.sandbox.read(self._absolute(path))
+        place = self._absolute(path)
+        try:
+            content = self.sandbox.read(place)
+        except SandboxError as error:
+            there = self._ran(["sh", "-c", 'test -e "$0"', place], _LOOK_SECONDS).code == 0
+            wrong = "is no regular file, or too large" if there else "does not exist"
+            raise CallError(f"{path} {wrong}") from error
         if len(content) > _LARGEST_FILE:
             raise CallError(f"{path} has more than {_LARGEST_FILE} bytes; use the shell")
         try:
@@ -140,7 +152,7 @@ class Workplace:
             raise CallError(f"{path} is no text in UTF-8") from error
 
     def _absolute(self, path: str) -> str:
-        if not path or "\0" in path or len(path) > 4096:
+        if not path or "\0" in path or len(path) > _LONGEST_PATH:
             raise CallError("expected the path of a file")
         return posixpath.join(self._place(), path)
 
