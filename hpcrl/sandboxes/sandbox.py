@@ -259,6 +259,7 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         self._environment, self._directory = {**_ENVIRONMENT, **(environment or {})}, directory
         self._lock, self._memory_killed = threading.Lock(), float("-inf")
+        self._changing = threading.RLock()  # held by a snapshot, while which nothing else begins
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
         self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -314,9 +315,12 @@ class Sandbox:
             "environment": {**self._environment, **(environment or {})},
             "directory": directory or self._directory,
         }
+        with self._changing:
+            return self._begin(message, time.monotonic() + seconds)
+
+    def _begin(self, message: Mapping[str, Any], deadline: float) -> SandboxCommand:
         control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        deadline = time.monotonic() + seconds
-        if terminal:
+        if message["terminal"]:
             with other:
                 self._send(message, [other.fileno()])
             control.settimeout(_GRACE_S)
@@ -374,14 +378,15 @@ class Sandbox:
         return bytes(content)
 
     def snapshot(self, out: IO[bytes]) -> None:
-        """Write what its programs have changed, as a tar archive; they are stopped meanwhile."""
+        """Write what its programs have changed, as a tar archive; they are stopped meanwhile, and nothing else begins."""
 
         def take(stream: int) -> None:
             with os.fdopen(stream, "rb") as source:
                 while piece := source.read(1 << 20):
                     out.write(piece)
 
-        self._transfer({"do": "snapshot"}, take, reads=True)
+        with self._changing:
+            self._transfer({"do": "snapshot"}, take, reads=True)
 
     def kill(self) -> None:
         """Kill all its programs; its files stay."""
@@ -412,7 +417,8 @@ class Sandbox:
         own, theirs = (reading, writing) if reads else (writing, reading)
         with control, other:
             try:
-                self._send(message, [other.fileno(), theirs])
+                with self._changing:
+                    self._send(message, [other.fileno(), theirs])
             except BaseException:
                 os.close(own)
                 raise

@@ -20,6 +20,8 @@ _OPAQUE = "user.overlay.opaque"
 _OPAQUE_HEADER = f"SCHILY.xattr.{_OPAQUE}"
 _MOST_LINKS, _MOST_DEEP = 40, 256
 _LARGEST_READ, _PIECE = 16 << 20, 1 << 20
+_HEADERS, _PAGE = 4 << 10, 4 << 10
+_IN_PLACE = 128  # from this length on, the target of a link has a page of its own in memory
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -27,12 +29,17 @@ class TreeBounds(NamedTuple):
     """Largest tree that is read or written.
 
     Attributes:
-        size: bytes of the archive, unpacked, and of the files in it.
+        size: bytes of the files, in whole pages of memory.
         entries: files, directories and links.
     """
 
     size: int
     entries: int
+
+    @property
+    def archive(self) -> int:
+        """Bytes of the archive, uncompressed: of the files, and of the headers with their names."""
+        return self.size + _HEADERS * (self.entries + 1)
 
 
 def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = False) -> None:
@@ -47,9 +54,26 @@ def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = F
         OSError: a file cannot be read.
     """
     with tarfile.open(
-        fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
+        fileobj=cast(IO[bytes], _Bounded(out, bounds.archive)),
+        mode="w|",
+        format=tarfile.PAX_FORMAT,
+        encoding="utf-8",
+        errors="surrogateescape",
     ) as tar:
         _Writer(tar, os.fstat(root).st_dev, bounds, upper).write(root, "", 0)
+
+
+class _Bounded:
+    """A stream that takes no more bytes than a reader of the archive would."""
+
+    def __init__(self, stream: IO[bytes], most: int) -> None:
+        self._stream, self._left = stream, most
+
+    def write(self, content: bytes) -> int:
+        self._left -= len(content)
+        if self._left < 0:
+            raise DataError("the names of the files are too long, and their archive too large")
+        return self._stream.write(content)
 
 
 class _Writer:
@@ -65,7 +89,7 @@ class _Writer:
             info = tarfile.TarInfo(prefix + name)
             info.mode = status.st_mode & 0o1777
             if self._describe(info, status, name, folder):
-                self._count(status)
+                self._count(info)
                 self._add(info, name, folder)
                 _forget_members(self._tar)
                 if info.isdir() and status.st_dev == self._device:
@@ -93,9 +117,11 @@ class _Writer:
             return False
         return True
 
-    def _count(self, status: os.stat_result) -> None:
+    def _count(self, info: tarfile.TarInfo) -> None:
         self._entries += 1
-        self._size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        long = len(info.linkname.encode(errors="surrogateescape")) if info.issym() else 0
+        used = long if long >= _IN_PLACE else info.size  # a file with holes has none when it is unpacked
+        self._size += -(-used // _PAGE) * _PAGE
         if self._size > self._bounds.size or self._entries > self._bounds.entries:
             raise DataError(f"more than {self._bounds.size} bytes or {self._bounds.entries} files")
 
@@ -123,7 +149,7 @@ def read_tree(stream: IO[bytes], root: int, bounds: TreeBounds, *, upper: bool =
         DataError: the archive is damaged, larger than the bounds, or has names that lead out of it.
         OSError: a file cannot be made.
     """
-    forward = _Forward(stream, bounds.size)
+    forward = _Forward(stream, bounds.archive)
     reader = _Reader(root, bounds, upper)
     try:
         with tarfile.open(

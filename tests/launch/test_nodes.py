@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
 from hpcrl.engines.vllm.server import server_options
+from hpcrl.errors import SubmitError
 from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes
+from hpcrl.launch.pools import elastic_pools
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from hpcrl.launch.submit.submit import launch
 from hpcrl.rundir.layout import Run
 from tests.paths import QUICKSTART, ROOT
 
@@ -315,3 +319,51 @@ def test_a_replica_on_several_nodes_has_all_of_their_devices(tmp_path: Path, mon
     copies = [f"{engine}.tensor_parallel_size=2", f"{engine}.data_parallel_size=4", f"{engine}.backend=vllm"]
     nodes = make_plan(Config.from_toml([QUICKSTART], [*copies, "slurm.gpus_per_node=4"]))
     assert [node.workers for node in nodes[1:]] == [["rollout-0"], ["part-0"]]
+
+
+def test_sandboxes_have_nodes_of_their_own_and_places_beside_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    asked = ["slurm.sandboxes.nodes=2", "slurm.sandboxes.per_rollout_node=8", "slurm.sandboxes.partition=cpu"]
+    settings = [*ON_GPUS, *asked, "generator.inference_engine.num_engines=8", "slurm.cpus_per_task=16"]
+    config = Config.from_toml([QUICKSTART], settings)
+    nodes = make_plan(config)
+    assert [node.workers[-1:] for node in nodes] == [[], ["sandbox-2"], ["sandbox-3"]]
+    assert config.sandbox_servers == 4
+    environments = Environments(config, nodes[1], 1, "127.0.0.1", None, tmp_path, False)
+    plain = Environments(config, make_plan(Config.from_toml([QUICKSTART], ON_GPUS))[1], 1, "a", None, tmp_path, False)
+    for name in ("rollout-0", "rollout-3"):
+        found, expected = environments.of(name), plain.of(name)
+        assert found["CUDA_VISIBLE_DEVICES"] == expected["CUDA_VISIBLE_DEVICES"] == name[-1]
+        assert found["OMP_NUM_THREADS"] == expected["OMP_NUM_THREADS"], "the server takes no share of the cores"
+    assert environments.of("sandbox-2")["CUDA_VISIBLE_DEVICES"] == ""
+    (pool,) = elastic_pools(config)
+    assert [(node.role, node.workers, node.gpus) for node in pool.nodes] == [
+        ("sandbox", [f"sandbox-{server}"], 0) for server in range(2)
+    ]
+    scripts = batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))
+    lines = scripts["batch script of the elastic pool of sandboxes"].splitlines()
+    options = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
+    assert {"array=0-1%2", "partition=cpu", "nodes=1", "requeue"} <= set(options)
+    assert not [option for option in options if "gpu" in option or option.startswith(("mem", "exclusive"))]
+    colocated = ["trainer.placement.colocate_all=true", "slurm.sandboxes.per_rollout_node=8"]
+    config = Config.from_toml([QUICKSTART], [*ON_GPUS, *colocated])
+    assert [node.workers[-1] for node in make_plan(config)] == ["sandbox-0"]
+    assert config.sandbox_servers == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("slurm.sandboxes.nodes=1", "slurm.sandboxes.nodes: this machine has no partitions; with --local, set it to 0"),
+        ("slurm.sandboxes.per_rollout_node=1", "slurm.sandboxes: sandboxes are for ordinary users"),
+    ],
+)
+def test_what_sandboxes_a_local_run_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: int("nodes" in setting))
+    config = Config.from_toml([QUICKSTART], [setting, f"slurm.root={tmp_path}"])
+    with pytest.raises(SubmitError, match=said):
+        launch(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]), local=True)

@@ -162,3 +162,21 @@ def test_a_websocket_is_no_way_around_the_bounds() -> None:
         return len(http_server._unproven.get(server.server_state, ()))
 
     assert asyncio.run(play()) == 0
+
+
+def test_a_body_that_comes_slowly_is_refused(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile it counts among the bytes that a server holds, and enough of it comes that its connection is not idle."""
+    monkeypatch.setattr(http_server, "BODY_S", 0.5)
+    monkeypatch.setattr(http_server, "_LEAST_BODY", 1)
+    with connected(address) as connection:
+        head = (
+            f"GET /small HTTP/1.1\r\nhost: x\r\nauthorization: {KEY['authorization']}\r\ncontent-length: 1000\r\n\r\n"
+        )
+        connection.sendall(head.encode())
+        connection.settimeout(0.05)
+        deadline, answer = time.monotonic() + 60, b""
+        while not answer and time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connection.sendall(b" ")
+                answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408 "), answer

@@ -210,7 +210,7 @@ def test_what_a_user_cannot_have_is_left_out(store: ImageStore, tmp_path: Path) 
         ([soft("a", "b"), soft("b", "a"), entry("a/x", "1")], "in a circle"),
         ([entry("a", "1"), entry("a/x", "1")], "is no directory"),
         ([entry("/".join("a" * 300), "1")], "too long"),
-        ([entry("x", bytes(3 << 20))], "more than 1048576 bytes"),
+        ([entry("x", bytes(3 << 20))], "more than 1257472 bytes"),
         ([entry(f"x{number}") for number in range(60)], "more than 50 files"),
         ([entry(".wh...")], "hides nothing"),
         ([entry("x", pax_headers={"path": "a" * (17 << 20)})], "header of|more than"),
@@ -222,12 +222,12 @@ def test_archives_that_want_to_harm_are_refused(
 ) -> None:
     source = tmp_path / "source"
     docker_archive(source, layer(*entries))
-    if "1048576" in said:
+    if "1257472" in said:
         oci_layout(source.with_name("oci"), layer(*entries))
         source = source.with_name("oci")
     with pytest.raises(DataError, match=said):
         store.add(
-            "evil", source, TreeBounds(size=1 << 20 if "1048576" in said else 64 << 20, entries=50), temporary=tmp_path
+            "evil", source, TreeBounds(size=1 << 20 if "1257472" in said else 64 << 20, entries=50), temporary=tmp_path
         )
     assert store.list() == []
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "oci", "runs"}
