@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config import EnvironmentConfig
+from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.examples import rows_of
 from hpcrl.envs.registry import common_extras
@@ -18,8 +19,12 @@ from hpcrl.envs.tasks.sandbox import SandboxEnvironment
 from hpcrl.envs.terminal import tools
 from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import ConfigError, DataError, SandboxError, UserCodeError
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.group import Group
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.local import local_sandboxes
+from hpcrl.types import Prompt, Work
+from tests.golden.adapters.rollout import Engine, Letters
 from tests.paths import ROOT
 from tests.sandboxes.material import make_rootfs
 
@@ -265,6 +270,29 @@ def test_what_does_not_begin(make: Make) -> None:
         make({**ROW, "image": "other"})
     with pytest.raises(UserCodeError, match=r"the setup of task .* ended with exit code 2: why"):
         make({**ROW, "setup": "echo why; exit 2"})
+
+
+def test_a_group_is_generated_with_sandboxes(sandboxes: Sandboxes) -> None:
+    """Of two samples one corrects the file; the policy's texts alone are trained, and the reward stands at the end of the last."""
+    wrong, right = (row.splitlines()[2] for row in (ROW["files"][FILE], next(iter(ROW["solution"]["files"].values()))))
+    texts = [call("view", path=FILE), call("edit", path=FILE, old=wrong, new=right), call("submit")]
+    tokenizer, extras = Letters(), {name: value for name, value in ROW.items() if name not in ("prompt", "env_class")}
+    prompt = Prompt("row0", ROW["prompt"], "sandbox", extras)
+    config = GeneratorConfig(max_turns=4, n_samples_per_prompt=1)
+
+    async def generate(said: list[str]) -> Group:
+        script = [{"ids": [*tokenizer.encode(text), tokenizer.eos_token_id], "stop": "stop"} for text in said]
+        generator = GroupGenerator(Engine(script), tokenizer, config, EnvironmentConfig(), sandboxes=sandboxes)
+        return await generator.generate(Work("g0", "train", prompt, 1, 0))
+
+    for said, reward in ((texts, 1.0), (texts[:1] + texts[2:], 0.0)):
+        group = asyncio.run(generate(said))
+        (sample,) = group.samples
+        assert group.failures == []
+        assert [one["content"] for one in group.conversations[0] if one["role"] == "assistant"] == said
+        assert sample.env_metrics["solved"] == reward
+        assert sample.rewards.tolist() == [0.0] * (len(sample.rewards) - 1) + [reward]
+        assert int(sample.loss_mask.sum()) == sum(len(text) + 1 for text in said)
 
 
 def test_the_page_goes_as_it_says(make: Make) -> None:
