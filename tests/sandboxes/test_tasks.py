@@ -297,11 +297,11 @@ def test_rows_are_a_dataset_that_can_be_played(
         assert "done after 2 turns, total reward 1\n" in shown
 
 
-def test_example_rows_are_whole_tasks(root: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [json.loads(line) | {"image": "box"} for line in rows_of("sandbox").read_text().splitlines()[:3]]
+def test_an_example_row_is_a_whole_task(root: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) | {"image": "box"} for line in rows_of("sandbox").read_text().splitlines()[:1]]
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main(["env", "check", str(place / "rows.jsonl"), "--root", str(root)]) == 0
-    assert capsys.readouterr().out.endswith("3 tasks: 0 broken, 0 without a reference solution\n")
+    assert capsys.readouterr().out.endswith("1 tasks: 0 broken, 0 without a reference solution\n")
 
 
 def test_a_task_without_tests_has_a_row() -> None:

@@ -17,7 +17,7 @@ from hpcrl.envs.tools.sandboxes import Sandboxes, SandboxLost
 from hpcrl.errors import ConfigError, DataError, SandboxError, UserCodeError
 
 _NAME = "sandbox"
-_COUNTED = ("calls", "failed_calls")
+_COUNTED: tuple[str, ...] = ("calls", "failed_calls")
 
 
 class SandboxEnvironment(Environment):
@@ -47,7 +47,7 @@ class SandboxEnvironment(Environment):
             )
         self._config: SandboxToolsConfig = extras["skyrl_gym"].sandbox
         self._left: int = extras["max_turns"]
-        self._metrics = dict.fromkeys(_COUNTED, 0.0)
+        self._metrics: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         self._place: Workplace | None = None
         self._snapshot: str | None = None  # of the files as they are, or were before the last change
 
@@ -74,7 +74,7 @@ class SandboxEnvironment(Environment):
                 said = f"error: {error}"
             if self._left > 0 and not is_submit(name):
                 observations: Messages = [{"role": "tool", "content": said}]
-                return Turn(observations, 0.0, done=False, metrics=dict(self._metrics))
+                return Turn(observations, 0.0, done=False, metrics={**self._metrics})
         return self._judged(submitted=call is None or is_submit(name))
 
     def state(self) -> str | None:

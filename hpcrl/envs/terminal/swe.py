@@ -15,7 +15,7 @@ from hpcrl.errors import DataError
 
 _IMAGES = "docker_image", "image_name", "image"
 _COMMANDS = "test_cmd", "test_command", "test_commands"
-_CASES = {"fail_to_pass": "FAIL_TO_PASS", "pass_to_pass": "PASS_TO_PASS"}
+_FAIL_TO_PASS = "FAIL_TO_PASS"
 _COMMIT = re.compile(r"[0-9a-fA-F]{7,64}")
 _CHANGED = re.compile(r"^diff --git a/(\S+) b/(\S+)$", re.MULTILINE)
 _SECONDS = 1800.0  # of SWE-bench itself
@@ -40,7 +40,7 @@ class Repositories:
 
 def is_of_swe(row: Any) -> bool:
     """Return whether a row has the columns of SWE-bench's."""
-    return isinstance(row, Mapping) and _CASES["fail_to_pass"] in row and isinstance(row.get("problem_statement"), str)
+    return isinstance(row, Mapping) and _FAIL_TO_PASS in row and isinstance(row.get("problem_statement"), str)
 
 
 def read_swe_row(row: Mapping[str, Any], images: ImageNames, repositories: Repositories) -> TerminalTask:
@@ -70,7 +70,8 @@ def read_swe_row(row: Mapping[str, Any], images: ImageNames, repositories: Repos
                     {_TESTS: tested.encode()} if tested else {},
                     _SECONDS,
                     scoring="cases",
-                    **{field: _names(row, column) for field, column in _CASES.items()},
+                    fail_to_pass=_names(row, _FAIL_TO_PASS),
+                    pass_to_pass=_names(row, "PASS_TO_PASS"),
                 ),
                 solution=solution,
             ).row()

@@ -150,8 +150,8 @@ def _tests(value: Any) -> TaskTests:
     scoring = value.get("scoring", "exit_code")
     if scoring not in get_args(Scoring):
         raise lacking(_ENVIRONMENT, "tests.scoring", f"one of {', '.join(get_args(Scoring))}", scoring)
-    cases = {name: _names(f"tests.{name}", value.get(name)) for name in ("fail_to_pass", "pass_to_pass")}
-    return TaskTests(**found, scoring=scoring, **cases)
+    fail_to_pass, pass_to_pass = (_names(f"tests.{name}", value.get(name)) for name in ("fail_to_pass", "pass_to_pass"))
+    return TaskTests(**found, scoring=scoring, fail_to_pass=fail_to_pass, pass_to_pass=pass_to_pass)
 
 
 def _script(column: str, value: Any) -> dict[str, Any]:
