@@ -29,7 +29,15 @@ from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.grouped import WeightedGroupRewards
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.envs.tools.sandboxes import Sandboxes
-from hpcrl.errors import ConfigError, DataError, EngineError, RefusedRequestError, ServiceError, UserCodeError
+from hpcrl.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    RefusedRequestError,
+    SandboxError,
+    ServiceError,
+    UserCodeError,
+)
 from hpcrl.rollout.endpoint.server import PolicyServer, serving
 from hpcrl.rollout.engines.base import Engine, Generation, Heard, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, ask, place_of, scorer_of
@@ -47,7 +55,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # of one sample; any other error would come again with the next
-_FAILURES = (UserCodeError, ServiceError, RefusedRequestError)
+_FAILURES = (UserCodeError, ServiceError, SandboxError, RefusedRequestError)
 
 
 class Generator(Protocol):

@@ -12,7 +12,7 @@ from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
 from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.envs.registry import common_extras
-from hpcrl.errors import DataError, ServiceError, UserCodeError
+from hpcrl.errors import DataError, SandboxError, ServiceError, UserCodeError
 from hpcrl.observe.evaluations import response_tokens
 from hpcrl.rollout.env_session import EnvSession, scorer_of
 from hpcrl.rollout.threads import CallThreads
@@ -100,7 +100,7 @@ async def rescore(
         async with room:
             try:
                 score, metrics = await _played(session, line)
-            except (UserCodeError, ServiceError) as error:
+            except (UserCodeError, ServiceError, SandboxError) as error:
                 found.failures.append(plain_text(str(error), LONGEST_FAILURE))
                 return {**line, "score": 0.0, "stop_reason": "failed"}
         counts = line["stop_reason"] == "stop" or not generator.zero_reward_on_non_stop

@@ -16,7 +16,7 @@ from hpcrl.config.sections.environment import OverlongRewardConfig, RemoteReward
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.envs.rewards.response import Response
-from hpcrl.errors import ConfigError, DataError, HpcrlError
+from hpcrl.errors import ConfigError, DataError, HpcrlError, SandboxError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
@@ -37,6 +37,10 @@ def length(response: Response, environment: EnvironmentConfig) -> float:
 
 def fails(response: Response, environment: EnvironmentConfig) -> float:  # noqa: ARG001
     raise ZeroDivisionError("cannot score")
+
+
+def in_sandbox(*_: object, **__: object) -> float:
+    raise SandboxError("/answer: No such file or directory")
 
 
 WORTH: Iterator[Any] = iter([])
@@ -145,6 +149,12 @@ def test_a_reward_that_raises_costs_its_samples(with_engine: WithEngine[Group]) 
     meta = group.meta(0, "path")
     assert set(meta.stop_reasons) == {"failed"}
     assert f"group g7 (row row3): reward '{HERE}:fails' raised ZeroDivisionError: c" in meta.failures[0]
+
+
+def test_what_a_sandbox_refuses_costs_its_samples(with_engine: WithEngine[Group]) -> None:
+    group = generate(with_engine, EnvironmentConfig(reward_function={f"{HERE}:in_sandbox": 1.0}), extras=TRUTH)
+    assert set(group.meta(0, "path").stop_reasons) == {"failed"}
+    assert "/answer: No such file or directory" in group.failures[0]
 
 
 def test_a_reward_that_is_no_finite_number_costs_its_sample(
