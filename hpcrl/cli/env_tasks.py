@@ -103,10 +103,11 @@ def _check(arguments: argparse.Namespace) -> int:
         found = check_task(sandboxes, one.task, network) if one.task else TaskCheck(one.problem)
         return one, found, time.monotonic() - begun
 
+    tasks = list(_tasks(arguments))
     expect_sandboxes()
     count = broken = unsolved = 0
     with local_sandboxes(root, jobs, network=network) as sandboxes, ThreadPoolExecutor(jobs) as pool:
-        for one, found, seconds in pool.map(checked, list(_tasks(arguments))):
+        for one, found, seconds in pool.map(checked, tasks):
             count, broken = count + 1, broken + bool(found.problem)
             unsolved += found.solved is None and not found.problem
             print(one_line(f"{_line(one.name, found)}, {seconds:.1f} s"), flush=True)
