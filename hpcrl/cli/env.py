@@ -1,4 +1,4 @@
-"""`hpcrl env …`: list the environments, and play one, or a reward, in the terminal."""
+"""`hpcrl env …`: list the environments, play one, or a reward, in the terminal, and check tasks of sandboxes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from hpcrl.cli._common import Subcommands
+from hpcrl.cli._common import Subcommands, add_root
+from hpcrl.cli.env_tasks import add_tasks
 from hpcrl.text import one_line, printable, said_in
 
 if TYPE_CHECKING:
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
 
     from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig
     from hpcrl.envs.base import Environment, Messages, Turn
+    from hpcrl.envs.tools.sandboxes import Sandboxes
     from hpcrl.types import Prompt
 
 _TURNS = 10  # without a configuration
+_SANDBOXES = 4  # at a time
 _EMPTY_LINE = "\\"
 _TABLES = "config_class", "python_path", "data", "environment", "generator"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = Subcommands(parser).add
+    add_tasks(command)
     command("ls", "list the environments of hpcrl, with a line about each", _ls)
     play = command(
         "try", "play an environment or a reward: read the prompt, type the response of the policy, see the reward", _try
@@ -47,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"
     )
     play.add_argument("--sample", type=int, default=0, metavar="N", help="which row; the first is 0 (default)")
+    add_root(play)
     play.add_argument(
         "--config",
         type=Path,
@@ -69,6 +74,8 @@ def _try(arguments: argparse.Namespace) -> int:
     from hpcrl.envs.base import user_code
     from hpcrl.envs.examples import rows_of
     from hpcrl.errors import ConfigError
+    from hpcrl.rundir.layout import default_root
+    from hpcrl.sandboxes.local import local_sandboxes
 
     if arguments.name is None and arguments.config is None:
         raise ConfigError("env try: expected NAME, or --config FILE with what rewards training")
@@ -80,11 +87,15 @@ def _try(arguments: argparse.Namespace) -> int:
         (config.environment, config.generator) if config else (EnvironmentConfig(), GeneratorConfig(max_turns=_TURNS))
     )
     where, make = _maker(arguments.name and section.path_of(arguments.name), section, generator)
-    prompt = _prompt(arguments, config)
+    prompt, root, network = (
+        _prompt(arguments, config),
+        arguments.root or default_root(),
+        section.skyrl_gym.sandbox.network,
+    )
 
     def played() -> _Sample | None:
         with user_code(where):
-            environment = make(prompt)
+            environment = make(prompt, sandboxes)
         try:
             return _play(environment, where, prompt.messages, generator.max_turns)
         finally:
@@ -92,9 +103,10 @@ def _try(arguments: argparse.Namespace) -> int:
                 environment.close()
 
     try:
-        if arguments.name is None and section.group_reward_function:
-            return _compare(played, prompt, section, generator.sampling_params.max_generate_length)
-        return 1 if played() is None else 0
+        with local_sandboxes(root, _SANDBOXES, network=network) as sandboxes:
+            if arguments.name is None and section.group_reward_function:
+                return _compare(played, prompt, section, generator.sampling_params.max_generate_length)
+            return 1 if played() is None else 0
     except KeyboardInterrupt:
         print()
         return 130
@@ -102,7 +114,7 @@ def _try(arguments: argparse.Namespace) -> int:
 
 def _maker(
     name: str | None, section: EnvironmentConfig, generator: GeneratorConfig
-) -> tuple[str, Callable[[Prompt], Environment]]:
+) -> tuple[str, Callable[[Prompt, Sandboxes], Environment]]:
     """Return what is played, for errors, and what makes it for a row; without a name it is what rewards training."""
     from hpcrl.config.import_path import imported
     from hpcrl.config.sections.functions import GROUP_REWARDS
@@ -124,18 +136,18 @@ def _maker(
         weights = {name: 1.0} if callable(found) and not isinstance(found, type) else {}
     if weights:
         length = generator.sampling_params.max_generate_length
-        return "the rewards", lambda prompt: cast("Environment", _Rewarded(weights, section, prompt, length))
+        return "the rewards", lambda prompt, _: cast("Environment", _Rewarded(weights, section, prompt, length))
     if name is not None:
         environment_class(name)
 
-    def make(prompt: Prompt) -> Environment:
+    def make(prompt: Prompt, sandboxes: Sandboxes) -> Environment:
         made = environment_class(name or prompt.env_class)
         if is_agent(made):
             raise ConfigError(
                 f"{name or prompt.env_class} asks the policy itself, and nobody answers it here; start its program by hand at any server of "
                 "OpenAI's protocol (docs/agents.md)"
             )
-        return cast("Environment", made({**common_extras(section, generator.max_turns), **prompt.extras}))
+        return cast("Environment", made({**common_extras(section, generator.max_turns, sandboxes), **prompt.extras}))
 
     return f"environment {name or section.env_class!r}", make
 

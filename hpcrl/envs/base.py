@@ -56,6 +56,7 @@ class Environment(Protocol):
         custom        environment.custom, settings without a class of their own
         skyrl_gym     environment.skyrl_gym, settings of hpcrl's environments
         max_turns     generator.max_turns
+        sandboxes     of the run, as of hpcrl.envs.tools.sandboxes; None: it has none
 
     A column of one of these names takes its place.
 

@@ -34,6 +34,7 @@ ENVIRONMENTS: dict[str, str] = {
     "python_tool": "hpcrl.envs.tasks.python_tool:PythonTool",
     "reverse_word": "hpcrl.envs.tasks.words:ReverseWord",
     "robot": "hpcrl.envs.tasks.robot:Robot",
+    "sandbox": "hpcrl.envs.tasks.sandbox:SandboxEnvironment",
     "search": "hpcrl.envs.tasks.search:Search",
     "single_choice": "hpcrl.envs.tasks.rewarded:SingleChoice",
     "sort_letters": "hpcrl.envs.tasks.sort_letters:SortLetters",

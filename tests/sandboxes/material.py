@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,16 @@ def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
             os.setgroups(groups)
 
 
-def make_rootfs(path: Path) -> Path:
-    """Make a directory of an image with some programs of this machine, a small Python among them, and their libraries."""
+def make_rootfs(path: Path, more: Sequence[str] = ()) -> Path:
+    """Make a directory of an image with some programs of this machine, a small Python among them, and their libraries.
+
+    Args:
+        more: programs beside `_PROGRAMS`.
+    """
     for name in ("bin", "dev", "proc", "tmp", "etc"):
         (path / name).mkdir(parents=True)
     (path / "etc" / "release").write_text("tiny\n")
-    files = {f"/bin/{name}": os.path.realpath(_found(name)) for name in _PROGRAMS}
+    files = {f"/bin/{name}": os.path.realpath(_found(name)) for name in (*_PROGRAMS, *more)}
     python = os.path.realpath(_found("python3"))
     listing = (
         f"import {_MODULES}; [print(m.__file__) for m in list(sys.modules.values()) if getattr(m, '__file__', None)]"

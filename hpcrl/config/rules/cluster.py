@@ -17,6 +17,7 @@ from hpcrl.config.sections.tree import ConfigTree
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
 _REQUEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", re.ASCII)  # part of the names of jobs
+_SANDBOX = "sandbox"  # of hpcrl/envs/registry.py
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -239,6 +240,10 @@ def sandboxes(config: ConfigTree) -> Iterator[Problem]:
     """Refuse sandboxes where no environment could start one, or no node has them."""
     path, asked = "slurm.sandboxes", config.slurm.sandboxes
     if config.sandbox_servers == 0:
+        if config.environment.env_class == _SANDBOX and config.has_engines:
+            yield Problem(
+                f"{path}.nodes", f"expected at least 1, or {path}.per_rollout_node, with environment {_SANDBOX}"
+            )
         return
     first = f"{path}.{'nodes' if asked.nodes else 'per_rollout_node'}"
     if not config.has_engines:

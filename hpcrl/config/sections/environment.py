@@ -10,7 +10,7 @@ from hpcrl.config.effects import CALLS, SAME_NUMBERS, SCORES
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.functions import GROUP_REWARDS, REWARDS
 from hpcrl.config.sections.model import ScorerFSDPConfig
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, SHARE, Range, any_of, section, setting, when
+from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, any_of, section, setting, when
 
 REWARD_MODEL, OVERALL = "reward_model", "overall_reward"
 """The reward of a reward model's service, and the name of its score."""
@@ -35,6 +35,7 @@ ENVIRONMENTS = (
     "python_tool",
     "reverse_word",
     "robot",
+    "sandbox",
     "search",
     "single_choice",
     "sort_letters",
@@ -170,6 +171,15 @@ class RobotConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxToolsConfig:
+    command_seconds: float = setting(60.0, range=POSITIVE, on_change=CALLS)
+    """sandbox: seconds that a command of the policy may take; a call may ask for fewer. Then it is ended, with what it has started."""
+
+    network: bool = False
+    """sandbox: let the programs of the policy, and those of setup and tests, use the network of their node, its own services included."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SkyRLGymConfig:
     max_env_workers: int = setting(32, range=NOT_NEGATIVE, on_change=CALLS)
     """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
@@ -185,6 +195,8 @@ class SkyRLGymConfig:
     agent: AgentConfig = section(AgentConfig)
 
     robot: RobotConfig = section(RobotConfig)
+
+    sandbox: SandboxToolsConfig = section(SandboxToolsConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

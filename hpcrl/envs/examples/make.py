@@ -14,6 +14,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
+from hpcrl.envs.terminal.task import TaskScript, TaskTests, TerminalTask
 from hpcrl.envs.tools.expression import evaluate
 
 Row = dict[str, Any]
@@ -70,6 +71,23 @@ _CALCULATE = (
     '<tool_call>{{"name": "calculator", "arguments": {{"expression": "2 * 3"}}}}</tool_call> and wait for its result. When you know '
     "the answer, write it between <answer> and </answer>."
 )
+_FIX = (
+    "One line of {path} has a bug: the function does not return what its docstring says. Correct the line. Call a tool as in "
+    '<tool_call>{{"name": "shell", "arguments": {{"command": "cat {path}"}}}}</tool_call> and wait for its answer. There are shell (command), '
+    "view (path), edit (path, old, new) and submit, which ends the work."
+)
+_FUNCTION = '''def {name}(x):
+    """Return x times {factor}, {sign} {added}."""
+    return x {bug} {added}
+'''
+_TESTED = """import sys
+
+sys.path.insert(0, "/work")
+from {name} import {name}
+
+for x in range(-3, 20):
+    assert {name}(x) == {right}, x
+"""
 
 
 def arithmetic(source: random.Random) -> Row:
@@ -116,6 +134,28 @@ def reverse_word(source: random.Random) -> Row:
     return _asked(f"Write {word} backwards, and nothing else.", word=word)
 
 
+def sandbox(source: random.Random) -> Row:
+    """A file with a bug in one line, in an image that has `sh` and `python3`."""
+    name, factor, added = source.choice(WORDS), source.randint(2, 12), source.randint(1, 20)
+    sign, operator = source.choice((("plus", "+"), ("minus", "-")))
+    right = f"x * {factor} {operator} {added}"
+    wrong = [f"+ {factor} {operator}", f"* {factor + 1} {operator}", f"* {factor} {'+' if operator == '-' else '-'}"]
+    names = {"name": name, "factor": factor, "sign": sign, "added": added}
+    path, fixed = f"/work/{name}.py", _FUNCTION.format(**names, bug=f"* {factor} {operator}")
+    task = TerminalTask(
+        name=name,
+        prompt=_FIX.format(path=path),
+        image="python",
+        directory="/work",
+        files={path: _FUNCTION.format(**names, bug=source.choice(wrong)).encode()},
+        tests=TaskTests(
+            "python3 /tests/test.py", {"/tests/test.py": _TESTED.format(name=name, right=right).encode()}, 60.0
+        ),
+        solution=TaskScript(f"cat /solution/{name}.py > {path}", {f"/solution/{name}.py": fixed.encode()}, 60.0),
+    )
+    return task.row()
+
+
 def sort_letters(source: random.Random) -> Row:
     word = "".join(source.choices("abcdefghijkl", k=5))
     return _compared(f"sort: {word}", "".join(sorted(word)))
@@ -123,7 +163,16 @@ def sort_letters(source: random.Random) -> Row:
 
 MAKERS: dict[str, Callable[[random.Random], Row]] = {
     function.__name__: function
-    for function in (arithmetic, calculator, count_letters, countdown, guess_number, reverse_word, sort_letters)
+    for function in (
+        arithmetic,
+        calculator,
+        count_letters,
+        countdown,
+        guess_number,
+        reverse_word,
+        sandbox,
+        sort_letters,
+    )
 }
 
 

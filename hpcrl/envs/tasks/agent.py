@@ -48,7 +48,7 @@ class Agent(AgentEnvironment):
     def __init__(self, extras: Mapping[str, Any]) -> None:
         self._config: AgentConfig = extras["skyrl_gym"].agent
         self._environment = extras["environment"]
-        self._row = {name: value for name, value in extras.items() if not is_dataclass(value)}
+        self._row = {name: value for name, value in extras.items() if not is_dataclass(value) and name != "sandboxes"}
         for name in self._config.reward_function:
             if name in GROUND_TRUTHS:
                 GROUND_TRUTHS[name](truth_of(extras))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Any
 
 from hpcrl.envs.base import Environment, Turn
-from hpcrl.envs.rewards.answers import after_thought
 from hpcrl.envs.rewards.numbers import expected_number
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.tasks.arithmetic import answered
+from hpcrl.envs.terminal.calls import CallError, first_call, read_call
 from hpcrl.envs.tools.expression import ExpressionError, evaluate
 
 TOOL = {
@@ -29,7 +28,6 @@ TOOL = {
 }
 """What a chat template that knows tools is given, in generator.chat_template_kwargs.tools."""
 
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _LONGEST_CALL = 500  # characters of JSON, which bounds its depth
 _DIGITS = Context(prec=15)
 
@@ -57,7 +55,7 @@ class Calculator(Environment):
         return f"<answer>{self._expected}</answer>"
 
     def step(self, action: str) -> Turn:
-        call = _first_call(action)
+        call = first_call(action)
         if call is None:
             metrics = {"answered": 1.0, "calls": self._calls, "failed_calls": self._failed}
             return Turn([], float(answered(action, self._expected)), done=True, metrics=metrics)
@@ -71,25 +69,15 @@ class Calculator(Environment):
         return Turn([{"role": "tool", "content": result}], 0.0, done=False, metrics=metrics)
 
 
-def _first_call(text: str) -> str | None:
-    """Return what the first <tool_call> behind </think> holds, to the end of the text if it is not closed; None where there is none."""
-    _, found, rest = after_thought(text).partition(_CALL)
-    return rest.partition(_CALL_END)[0] if found else None
-
-
 def _expression_of(call: str) -> str:
     """Return the expression that a call asks for. Raises ExpressionError where it asks for something else or cannot be read."""
-    if len(call) > _LONGEST_CALL:
-        raise ExpressionError(f"a call of more than {_LONGEST_CALL} characters")
     try:
-        content = json.loads(call)
-    except ValueError as error:
-        raise ExpressionError("the call is not JSON") from error
-    name = content.get("name") if isinstance(content, dict) else None
+        name, arguments = read_call(call, _LONGEST_CALL)
+    except CallError as error:
+        raise ExpressionError(str(error)) from error
     if name != TOOL["function"]["name"]:
         raise ExpressionError('expected {"name": "calculator", "arguments": {"expression": "…"}}')
-    arguments = content.get("arguments")
-    expression = arguments.get("expression") if isinstance(arguments, dict) else None
+    expression = arguments.get("expression")
     if not isinstance(expression, str):
         raise ExpressionError('expected "arguments": {"expression": "…"}')
     return expression

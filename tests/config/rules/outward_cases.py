@@ -171,6 +171,11 @@ OF_UPLOADS = [
         {"generator.inference_engine.remote_urls": ["http://a:8000"], "slurm.sandboxes.nodes": 1},
     ),
     Case(
+        "an environment in sandboxes without any",
+        {"environment.env_class": "sandbox"}, "slurm.sandboxes.nodes", "expected at least 1, or slurm.sandboxes.per_rollout_node",
+        {"environment.env_class": "sandbox", "slurm.sandboxes.per_rollout_node": 4},
+    ),
+    Case(
         "sbatch options of the sandboxes' job",
         {"slurm.sandboxes.extra": {"time": "1"}}, "slurm.sandboxes.extra.time", "set slurm.sandboxes.time_minutes instead",
         {"slurm.sandboxes.extra": {"nice": 5}},

@@ -1,0 +1,69 @@
+"""Checks a task: its tests have to fail without a solution, and to pass with the reference solution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpcrl.envs.terminal.judge import TaskVerdict, ending, judge, shown, solve, start_task, with_sandbox
+from hpcrl.envs.terminal.task import TerminalTask
+from hpcrl.envs.tools.sandboxes import SandboxClient, Sandboxes
+from hpcrl.errors import DataError, SandboxError, UserCodeError
+
+_SHOWN = 400
+
+
+@dataclass(frozen=True)
+class TaskCheck:
+    """What was found of a task.
+
+    Attributes:
+        problem: why it is broken; empty where it is not.
+        without, solved: reward of its tests without a solution and with the reference solution; None: they were not run, or left none.
+    """
+
+    problem: str = ""
+    without: float | None = None
+    solved: float | None = None
+
+
+def check_task(sandboxes: Sandboxes, task: TerminalTask, network: bool) -> TaskCheck:
+    """Run the tests of a task without a solution and with the reference solution, where it has one.
+
+    Raises:
+        ServiceError: there is no room for a sandbox, or it is lost again and again.
+    """
+    tests, solution = task.tests, task.solution
+    if tests is None:
+        return TaskCheck("it has no tests")
+
+    def tested(act: Callable[[SandboxClient], str]) -> TaskVerdict:
+        changed = with_sandbox(lambda: start_task(sandboxes, task, network), act)
+        return judge(sandboxes, task, tests, changed, network)
+
+    def solved(sandbox: SandboxClient) -> str:
+        ran = solve(sandbox, task, solution) if solution else None
+        if ran is not None and ran.code != 0:
+            raise UserCodeError(f"its solution {ending(ran)}: {shown(ran)}")
+        return sandbox.snapshot()
+
+    before = None
+    try:
+        before = tested(lambda sandbox: sandbox.snapshot())
+        if (before.reward or 0.0) >= 1:
+            return TaskCheck("its tests pass without a solution", before.reward)
+        if solution is None:
+            return TaskCheck("", before.reward)
+        after = tested(solved)
+    except (UserCodeError, SandboxError, DataError) as error:
+        return TaskCheck(str(error), before and before.reward)
+    if after.reward is None:
+        return TaskCheck(f"its tests leave no reward with its solution: {_end(after)}", before.reward)
+    if after.reward < 1:
+        how = f"are ended ({after.ended})" if after.ended else f"give {after.reward:g}, not 1,"
+        return TaskCheck(f"its tests {how} with its solution: {_end(after)}", before.reward, after.reward)
+    return TaskCheck("", before.reward, after.reward)
+
+
+def _end(verdict: TaskVerdict) -> str:
+    return verdict.output.strip()[-_SHOWN:] or "they print nothing"

@@ -1,0 +1,78 @@
+"""Sandboxes on this machine, for commands: a server of their own on 127.0.0.1, asked as the servers of a run are."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hpcrl.envs.tools.http import Fixed
+from hpcrl.envs.tools.sandboxes import Sandboxes
+from hpcrl.runtime.http_server import Bearer, bind
+from hpcrl.runtime.scratch import Scratch
+from hpcrl.sandboxes.images import MOUNT_POINTS, ImageStore
+from hpcrl.sandboxes.node import NodeSandboxes
+from hpcrl.sandboxes.sandbox import Sandbox
+from hpcrl.sandboxes.server import serve_sandboxes
+from hpcrl.sandboxes.snapshots import SnapshotStore
+
+_ADDRESS = "127.0.0.1"
+_LEASE_S = 600.0
+
+
+@contextmanager
+def local_sandboxes(root: Path, most: int, *, network: bool = False) -> Iterator[Sandboxes]:
+    """Serve sandboxes of the images of a root of runs, from the first one that is asked for; all end with the block, and their snapshots with
+    them.
+
+    Args:
+        most: sandboxes at a time.
+        network: whether each image may have the network of this machine.
+    """
+    lock, servers = threading.Lock(), list[Fixed]()
+    with ExitStack() as stack:
+
+        def serving() -> list[Fixed]:
+            with lock:
+                if not servers:
+                    servers.append(stack.enter_context(_serving(root, most, network)))
+            return servers
+
+        yield Sandboxes(serving)
+
+
+def expect_sandboxes() -> None:
+    """Start a sandbox and end it, so that what this machine lacks is an error at once, and no reason to wait.
+
+    Raises:
+        SandboxError: this machine, or this user, has no sandboxes.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpcrl-probe-") as place:
+        image = Path(place) / "image"
+        for name in MOUNT_POINTS:
+            (image / name).mkdir(parents=True)
+        Sandbox(image, Path(place)).end()
+
+
+@contextmanager
+def _serving(root: Path, most: int, network: bool) -> Iterator[Fixed]:
+    expect_sandboxes()
+    images, token = ImageStore(root), secrets.token_urlsafe(32)
+    named = [image.name for image in images.list()] if network else []
+    scratch, listener = Scratch("snapshots"), bind(_ADDRESS)
+    node = NodeSandboxes(images, SnapshotStore(scratch.path / "kept"), most, _LEASE_S, network=named)
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    serve = serve_sandboxes(node, Bearer(token), listener, over.wait())
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve,), name="sandboxes")
+    thread.start()
+    try:
+        yield Fixed(f"http://{_ADDRESS}:{listener.getsockname()[1]}", token)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
+        scratch.remove()
