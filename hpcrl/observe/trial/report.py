@@ -33,7 +33,7 @@ def describe_trial(folder: TrialFolder, over: Callable[[str], bool] | None = Non
 
     Returns:
         `state`: running, or decided where no later look can change the verdict. `recipes`: by name; `curves`: of each recipe the
-        mean, lowest and highest score of its runs by step. `node_hours`, and `full_sweep`, an estimate: had every run trained to the end.
+        mean, lowest and highest score of its runs by step. `node_hours`, and `full_sweep`, an estimate: of all runs, had each trained to the end.
     """
     trial, looks = folder.read(), take_looks(folder, over)
     stopped = stopped_recipes(looks)
@@ -65,7 +65,7 @@ def describe_trial(folder: TrialFolder, over: Callable[[str], bool] | None = Non
             for one in looks
         ],
         "node_hours": sum(hours.values()),
-        "full_sweep": _full_sweep(folder, trial, hours),
+        "full_sweep": _full_sweep(folder, trial),
         "curves": curves,
     }
 
@@ -155,11 +155,11 @@ def _hours(folder: TrialFolder, runs: Sequence[str]) -> float:
     return sum(account.total for account in accounts if account) / _HOUR
 
 
-def _full_sweep(folder: TrialFolder, trial: Trial, hours: Mapping[str, float]) -> float | None:
-    """Return the node hours of all runs to their last step, at the hours for each evaluated step so far; None before the first."""
-    steps = sum(max(steps_evaluated(folder.run(name)), default=0) for runs in trial.recipes.values() for name in runs)
-    runs = sum(map(len, trial.recipes.values()))
-    return sum(hours.values()) / steps * trial.steps * runs if steps else None
+def _full_sweep(folder: TrialFolder, trial: Trial) -> float | None:
+    """Return the node hours of all runs, if each took as many as those that trained to the end; None where none has."""
+    names = [name for runs in trial.recipes.values() for name in runs]
+    whole = [name for name in names if trial.steps in steps_evaluated(folder.run(name))]
+    return _hours(folder, whole) / len(whole) * len(names) if whole else None
 
 
 def trial_lines(found: Mapping[str, Any]) -> list[str]:
