@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,7 +98,13 @@ def take_looks(folder: TrialFolder, over: Callable[[str], bool] | None = None) -
 
     if due := due_look(trial, looks, evaluated, over or ended):
         counted = [name for name in names if due[0] in evaluated[name]]
-        looks.append(folder.write(_look(folder, trial, looks, *due, counted)))
+        look = _look(folder, trial, looks, *due, counted)
+        try:
+            looks.append(folder.write(look))
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            looks.append(look)  # somebody else's trial, whose own runs decide
     return looks
 
 
