@@ -33,14 +33,19 @@ class PairVerdict:
     Attributes:
         kind: worse: the other's score is lower; cannot tell: the interval holds 0.
         found: of the leader less the other.
-        needed: runs of each recipe that find the trial's effect in four of five trials; None: not known, or more than a thousand.
+        level: of the interval.
     """
 
     leader: str
     other: str
     kind: str
     found: Difference
-    needed: int | None
+    level: float
+
+    def needed(self, effect: float) -> int | None:
+        """Return how many runs of each recipe find an effect, as of `seeds_needed`; None also where their spread is not known."""
+        unknown = math.isnan(self.found.deviation)
+        return None if unknown else seeds_needed(self.found.deviation, effect, self.level)
 
     def excludes(self, effect: float) -> bool:
         """Return whether the interval excludes a difference as large as `effect`."""
@@ -181,13 +186,12 @@ def verdicts(trial: Trial, look: Look) -> list[PairVerdict]:
     leader, level = leader_of(look), level_of_look(look.share, look.before, len(trial.recipes))
     if leader is None:
         return []
-    return [_verdict(trial, look, leader, other, level) for other in look.scores if other != leader and look.of(other)]
+    return [_verdict(look, leader, other, level) for other in look.scores if other != leader and look.of(other)]
 
 
-def _verdict(trial: Trial, look: Look, leader: str, other: str, level: float) -> PairVerdict:
+def _verdict(look: Look, leader: str, other: str, level: float) -> PairVerdict:
     found = difference(look.of(other), look.of(leader), level, look.resolution)
-    needed = None if math.isnan(found.deviation) else seeds_needed(found.deviation, trial.effect, level)
-    return PairVerdict(leader, other, "worse" if found.low > 0 else "cannot tell", found, needed)
+    return PairVerdict(leader, other, "worse" if found.low > 0 else "cannot tell", found, level)
 
 
 def beaten(trial: Trial, look: Look) -> list[str]:

@@ -50,7 +50,7 @@ def describe_trial(folder: TrialFolder, over: Callable[[str], bool] | None = Non
         "steps": trial.steps,
         "seeds": trial.seeds,
         "verdict": verdict_lines(trial, looks, decided=decided),
-        "pairs": [_pair(one, look) for look, one in pairs(trial, looks)],
+        "pairs": [_pair(trial, look, one) for look, one in pairs(trial, looks)],
         "recipes": {
             recipe: {
                 "runs": runs,
@@ -113,11 +113,11 @@ def _sentence(trial: Trial, look: Look, pair: PairVerdict) -> str:
     lines = f"cannot tell {pair.leader} from {pair.other}: {measured}"
     if pair.excludes(trial.effect):
         return f"{lines}; a difference of {trial.effect:g} is excluded"
-    needed = f"about {pair.needed} seeds" if pair.needed else "more than 1000 seeds"
+    needed = f"about {count} seeds" if (count := pair.needed(trial.effect)) else "more than 1000 seeds"
     return f"{lines}; {trial.effect:g} would be found with {needed} of each"
 
 
-def _pair(pair: PairVerdict, look: Look) -> dict[str, Any]:
+def _pair(trial: Trial, look: Look, pair: PairVerdict) -> dict[str, Any]:
     known = math.isfinite(pair.found.low)
     return {
         "leader": pair.leader,
@@ -127,7 +127,7 @@ def _pair(pair: PairVerdict, look: Look) -> dict[str, Any]:
         "difference": pair.found.mean,
         "interval": [pair.found.low, pair.found.high] if known else None,
         "deviation": pair.found.deviation if known else None,
-        "seeds_needed": pair.needed,
+        "seeds_needed": pair.needed(trial.effect),
     }
 
 
