@@ -15,7 +15,7 @@ from hpcrl.observe.evaluations import EvaluatedPrompt, Evaluation
 from hpcrl.observe.scores import own_rewards
 from hpcrl.observe.summary import EVAL_SCORE
 from hpcrl.observe.trial.plan import Look, Trial, TrialFolder, scores_by_recipe
-from hpcrl.observe.trial.statistics import Difference, difference, level_of_look, seeds_needed
+from hpcrl.observe.trial.statistics import RecipeDifference, difference, level_of_look, seeds_needed
 from hpcrl.rundir.commit import children, read_json
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.rundir.ledger import read_outcome
@@ -39,7 +39,7 @@ class PairVerdict:
     leader: str
     other: str
     kind: str
-    found: Difference
+    found: RecipeDifference
     level: float
 
     def needed(self, effect: float) -> int | None:

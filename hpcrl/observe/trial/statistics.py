@@ -1,10 +1,10 @@
 """Compares recipes by the scores of their runs, at several looks: intervals whose errors are bounded over all looks and all pairs together.
 
-The unit of replication is the run: prompts are the same for all, so that what a prompt is worth cancels out of a difference of two runs,
-and what is left is the spread between runs of one recipe. A look tests each pair of recipes by the difference of their means
-(B. L. Welch, Biometrika 34, 1947). Looks share the error by a spending function (K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983), here
-alpha t^2 (K. Kim and D. L. DeMets, Biometrika 74, 1987). Looks and pairs are added up (Bonferroni), which holds however they depend
-on one another: curves of the same runs at two steps have no joint distribution that is known.
+The unit of replication is the run. All runs have the same prompts, whose difficulty cancels out of a difference; what is left is the spread
+between runs of one recipe. A look tests each pair of recipes by the difference of their means (B. L. Welch, Biometrika 34, 1947).
+Looks share the error by a spending function (K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983), here alpha t^2 (K. Kim and D. L. DeMets,
+Biometrika 74, 1987). Looks and pairs are added up (Bonferroni), which holds however they depend on one another: curves of the same runs at
+two steps have no joint distribution that is known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_SEEDS = 1000
 
 
 @dataclass(frozen=True)
-class Difference:
+class RecipeDifference:
     """Of the mean scores of two recipes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Difference:
     deviation: float
 
 
-def difference(first: Sequence[float], second: Sequence[float], level: float, resolution: float) -> Difference:
+def difference(first: Sequence[float], second: Sequence[float], level: float, resolution: float) -> RecipeDifference:
     """Return the difference of two recipes with its interval of Welch's test; its degrees of freedom are rounded down.
 
     Args:
@@ -49,7 +49,7 @@ def difference(first: Sequence[float], second: Sequence[float], level: float, re
     """
     mean = fmean(second) - fmean(first)
     if min(len(first), len(second)) < 2:
-        return Difference(mean, -math.inf, math.inf, math.nan)
+        return RecipeDifference(mean, -math.inf, math.inf, math.nan)
     least = max(resolution**2, 1e-24)
     spreads = [max(variance(scores), least) for scores in (first, second)]
     parts = [spread / len(scores) for spread, scores in zip(spreads, (first, second), strict=True)]
@@ -57,7 +57,7 @@ def difference(first: Sequence[float], second: Sequence[float], level: float, re
         part**2 / (len(scores) - 1) for part, scores in zip(parts, (first, second), strict=True)
     )
     half = t_quantile(level, math.floor(freedom + 1e-9)) * math.sqrt(sum(parts))
-    return Difference(mean, mean - half, mean + half, math.sqrt(fmean(spreads)))
+    return RecipeDifference(mean, mean - half, mean + half, math.sqrt(fmean(spreads)))
 
 
 def spent(share: float) -> float:
