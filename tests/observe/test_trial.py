@@ -220,6 +220,13 @@ def test_a_damaged_plan_is_named(folder: TrialFolder, content: str) -> None:
         find_trial("other", folder.project.parent)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"number": 1}'])
+def test_a_damaged_look_is_named(folder: TrialFolder, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text(folder.looks / "000001.json", content)
+    assert main(["trial", "status", "t", "--root", str(folder.project.parent)]) == 5
+    assert "looks/000001.json" in capsys.readouterr().err
+
+
 def test_recipes_of_a_trial_are_checked_before_anything_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
