@@ -42,14 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _trial(arguments: argparse.Namespace) -> int:
     if arguments.settings[0] == STATUS:
         return _status(arguments)
+    from dataclasses import replace
+
     from hpcrl.launch.submit import submit
     from hpcrl.launch.submit.trial import trial_submission
+    from hpcrl.planning.layouts import memory_problems_apart
 
     files, overrides = split(arguments.settings)
     recipes = [Path(name) for name in files]
     submission, warnings = trial_submission(
         recipes, arguments.base, overrides, arguments.name, arguments.seeds, arguments.effect
     )
+    checks = (memory_problems_apart,)
+    submission = replace(submission, elements=[replace(each, checks=checks) for each in submission.elements])
     for warning in warnings:
         print(f"hpcrl: {printable(warning)}", file=sys.stderr)
     for line in _plan(len(recipes), arguments.seeds, arguments.effect):
