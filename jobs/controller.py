@@ -24,6 +24,7 @@ from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
+from hpcrl.observe.trial.watch import trial_process
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.followers import Followers
@@ -48,6 +49,7 @@ def main(path: str) -> None:
     service = build_service(run, attempt, config, status)
     heartbeat.beat("serve")
     followers = senders(run, trackers_of(config.trainer.logger)) | monitor_process(run, attempt, config.trainer)
+    followers |= trial_process(run, attempt)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with Followers(run, attempt, followers), closing(Timeline(run, "controller", attempt)) as timeline:
         save_s = config.slurm.patience.save_seconds

@@ -63,6 +63,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
         "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine"),
+        "trial": ("hpcrl.cli.trial", "run recipes over seeds, compare them while they run, and print the verdict"),
         "compare": ("hpcrl.cli.compare", "test whether two evaluations of the same prompts differ, and show where"),
         "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (

@@ -113,7 +113,7 @@ def test_no_command_ends_with_a_traceback(
 def test_all_commands_that_name_a_run_are_tried() -> None:
     tried = {command.split()[0] for command in OF_ONE_RUN}
     assert {name for group in COMMANDS.values() for name in group} - tried == {
-        "init", "submit", "plan", "score", "eval", "config", "data", "env", "doctor", "reward", "engine", "completion", "image",
+        "init", "submit", "plan", "score", "eval", "config", "data", "env", "doctor", "reward", "engine", "completion", "image", "trial",
     }  # fmt: skip
 
 

@@ -127,6 +127,7 @@ def test_every_command_in_an_environment_of_the_dependencies_alone(root: Path, t
         "trace": [run, "-o", str(tmp_path / "trace.json")],
         "report": [run, "-o", str(tmp_path / "report.html")],
         "eval": [run, "--data", str(QUICKSTART.with_name("quickstart.jsonl"))],
+        "trial": ["status", "none"],
         "compare": [run, run],
         "replay": [run, "--step", "1"],
         "checkpoint": ["export", run],

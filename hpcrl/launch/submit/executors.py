@@ -40,6 +40,7 @@ from hpcrl.launch.sharing import umask_of
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.launch.submit.requests import layouts_of_request, working_layouts
 from hpcrl.launch.submit.sweep import ONE_SCRIPT
+from hpcrl.observe.trial.plan import Trial
 from hpcrl.rundir.allocations import STARTED
 from hpcrl.rundir.layout import Run
 from hpcrl.upload.send import stores_of
@@ -91,10 +92,12 @@ class Submission:
     Attributes:
         folder: submitit's folder and the code snapshot, shared by the elements.
         elements: the runs, in the order of their array indices.
+        trial: that the runs are of; None: of none.
     """
 
     folder: Path
     elements: list[Element]
+    trial: Trial | None = None
 
     @property
     def runs(self) -> list[Run]:

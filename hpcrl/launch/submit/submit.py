@@ -54,6 +54,7 @@ from hpcrl.launch.submit.executors import (
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.sweep import run_names
+from hpcrl.observe.trial.plan import write_plan
 from hpcrl.rundir.checksums import OwnFiles, note_checksums
 from hpcrl.rundir.commit import discard, naming, read_json, write_json, write_text
 from hpcrl.rundir.evaluations import MOST_OPEN
@@ -65,12 +66,13 @@ from hpcrl.upload.send import job as upload_job
 _AT_ONCE = 8  # files that are copied at the same time
 
 
-def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
+def prepare(name: str, elements: Sequence[tuple[Config, list[str]]], names: Sequence[str] | None = None) -> Submission:
     """Name the runs of a submission, one per element of a job array.
 
     Args:
         name: of the submission; the runs of a sweep add their index and values.
         elements: each configuration, and the overrides that it has alone.
+        names: of the runs; None: as of `run_names`.
 
     Raises:
         RunError: a run directory of that name exists.
@@ -78,7 +80,7 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
     first = elements[0][0]
     project = (root_of(first.slurm.root) / first.trainer.project_name).absolute()
     _require_writable(project, "root")
-    names = run_names(name, [overrides for _, overrides in elements])
+    names = names or run_names(name, [overrides for _, overrides in elements])
     named = [Element(own, config, overrides) for own, (config, overrides) in zip(names, elements, strict=True)]
     submission = Submission(project / ".slurm" / name, named)
     for run in submission.runs:
@@ -239,6 +241,8 @@ def _submit(submission: Submission, local: bool) -> list[Run]:
     made = [folder]
     try:
         _copy_code(folder)
+        if submission.trial:
+            write_plan(folder, submission.trial)
         if group := submission.elements[0].config.slurm.readable_by:
             share(folder, group)
         own = {modules: own_files(modules) for modules in {own_modules(each.config) for each in submission.elements}}

@@ -145,6 +145,16 @@ def load_elements(
     return list(configs.values())
 
 
+def require_one_array(configs: Sequence[Config], names: Sequence[str]) -> None:
+    """Raise ConfigError where runs cannot be in one job array, or one of them is there twice.
+
+    Args:
+        names: of the runs.
+    """
+    if misfits := [f"{names[index]}: {line}" for index, line in _misfits(dict(enumerate(configs)))]:
+        raise ConfigError("\n".join(misfits))
+
+
 def _misfits(configs: dict[int, Config]) -> Iterator[tuple[int, str]]:
     """Yield the elements that cannot be in one job array with the first one, or that are there already."""
     seen = dict[str, int]()
