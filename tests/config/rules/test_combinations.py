@@ -14,7 +14,17 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
-from hpcrl.config.rules import agents, generation, lending, ranks, scorers, training, unused_settings, uploads
+from hpcrl.config.rules import (
+    agents,
+    determinism,
+    generation,
+    lending,
+    ranks,
+    scorers,
+    training,
+    unused_settings,
+    uploads,
+)
 from hpcrl.config.rules import alerts as alerting
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
@@ -47,6 +57,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
 MODULES = (
     rules,
     agents,
+    determinism,
     alerting,
     diffusion,
     unused_settings,
