@@ -48,12 +48,12 @@ def _certify(arguments: argparse.Namespace) -> int:
 
 
 def _require_whole(run: Run) -> None:
-    from hpcrl.errors import DataError
+    from hpcrl.errors import DamagedError
     from hpcrl.launch.manage.verify import PARTS
 
     for part in PARTS:
         for sentence in part.damaged(run):
-            raise DataError(f"{sentence}; `hpcrl verify {run.name}` lists everything")
+            raise DamagedError(f"{sentence}; `hpcrl verify {run.name}` lists everything")
 
 
 def _summary(run: Run, certificate: Certificate) -> list[str]:

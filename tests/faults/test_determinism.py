@@ -15,8 +15,8 @@ from tests.faults.scenario import BATCH, START_S, Scenario
 from tests.paths import CONFIGS
 from tests.processes import send
 
-INTERRUPTIONS, STEPS = 3, 60
-WORKER_EVERY, RANK_AT = 2, 3  # of the interruptions, those before which a process is killed
+INTERRUPTIONS, STEPS = 20, 300
+WORKER_EVERY, RANK_AT = 4, 10  # of the interruptions, those before which a process is killed
 SAMPLED = {
     "trainer.deterministic": True,
     "trainer.max_steps": STEPS,
@@ -28,7 +28,7 @@ SAMPLED = {
 ROWS = [
     *("trainer.deterministic=true", f"trainer.max_steps={STEPS}", "trainer.epochs=200", "trainer.ckpt_interval=20"),
     *("trainer.train_batch_size=256", "trainer.policy_mini_batch_size=128", "trainer.max_tokens_per_micro_batch=1024"),
-    *("trainer.project_name=faults", "trainer.eval_interval=0", "slurm.partition=main", "slurm.time_minutes=10"),
+    *("trainer.project_name=faults", "trainer.eval_interval=50", "slurm.partition=main", "slurm.time_minutes=10"),
     *("slurm.cpus_per_task=1", "slurm.exclusive=true"),
 ]
 

@@ -25,7 +25,8 @@ from hpcrl.config import Config
 from hpcrl.config.resume_changes import computing_settings
 from hpcrl.data.batch_file import batch_content, batch_steps, group_contents, read_batch
 from hpcrl.data.weight_files import PublishedWeights
-from hpcrl.errors import DataError, RunError
+from hpcrl.errors import DamagedError, RunError
+from hpcrl.rundir.checkpoint_index import INDEX
 from hpcrl.rundir.checkpoints import line_of
 from hpcrl.rundir.commit import committed, digest_of, read_bytes, verify, write_text
 from hpcrl.rundir.layout import COMMIT, Run, version_of
@@ -36,7 +37,6 @@ Certificate = dict[str, Any]
 GIVEN = ("configuration", "earlier", "code", "inputs", "software", "ranks", "deterministic")
 _KEPT = ("weights", "checkpoints")
 _MEMBERS = {*GIVEN, *_KEPT, "run", "steps"}
-_INDEX = ".metadata"  # of a checkpoint; it has names of this write, and the tensors are in other files
 
 
 def certificate_of(run: Run) -> Certificate:
@@ -91,7 +91,7 @@ def _steps(run: Run) -> Iterator[tuple[str, str]]:
     for number, step in enumerate(batch_steps(run), 1):
         file = read_batch(run.batch(step))
         if file is None or step != number:
-            raise DataError(f"{run.batch(number)} is missing")
+            raise DamagedError(f"{run.batch(number)} is missing")
         content = batch_content(file.batch)
         chain = digest_of(f"{chain} {content}".encode())
         yield content, chain
@@ -99,7 +99,7 @@ def _steps(run: Run) -> Iterator[tuple[str, str]]:
 
 def _state(manifest: Mapping[str, Any]) -> str:
     """Return the digest of the state in a checkpoint, from those of its files."""
-    files = {name: entry["blake2b"] for name, entry in manifest["files"].items() if PurePath(name).name != _INDEX}
+    files = {name: entry["blake2b"] for name, entry in manifest["files"].items() if PurePath(name).name != INDEX}
     return digest_of(str(sorted(files.items())).encode())
 
 
@@ -111,7 +111,7 @@ def read_certificate(path: Path) -> Certificate:
     """Return the certificate in a file.
 
     Raises:
-        DataError: it is none, or was changed since it was written.
+        DamagedError: it is none, or was changed since it was written.
         RunError: it is not there.
     """
     content = read_bytes(path, most=None)
@@ -120,9 +120,9 @@ def read_certificate(path: Path) -> Certificate:
     try:
         found, _ = parse_record(content, required=True)
     except ValueError as error:
-        raise DataError(f"{path} is no certificate: {error}") from error
+        raise DamagedError(f"{path} is no certificate: {error}") from error
     if not isinstance(found, dict) or not _fits(found):
-        raise DataError(f"{path} is no certificate: expected an object with {', '.join(sorted(_MEMBERS))}")
+        raise DamagedError(f"{path} is no certificate: expected an object with {', '.join(sorted(_MEMBERS))}")
     return found
 
 
