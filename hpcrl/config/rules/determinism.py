@@ -44,6 +44,6 @@ def _of_samples(config: ConfigTree) -> Iterator[Problem]:
     if config.has_scorers or config.environment.uses_reward_service("train"):
         yield Problem(
             DETERMINISTIC,
-            "teachers, a reference on nodes of its own and reward models score what comes together, and round by it; compute rewards in the "
-            "environment and the reference beside the policy (trainer.placement.colocate_policy_ref), or set it to false",
+            "teachers, a reference on nodes of its own and reward models score what comes together, and round by it. Leave them out, or set "
+            "it to false",
         )

@@ -37,6 +37,7 @@ from hpcrl.families.diffusion import rules as diffusion
 from hpcrl.families.pi05 import rules as pi05
 from hpcrl.families.robots import rules as vla
 from tests.config.rules.cosmos_cases import COSMOS
+from tests.config.rules.determinism_cases import OF_BITS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.families.diffusion_cases import OF_PICTURES
 from tests.config.rules.families.pi05_cases import OF_FLOWS
@@ -85,6 +86,7 @@ CASES = [
     *OF_SCORERS,
     *OF_ALERTS,
     *OURS,
+    *OF_BITS,
     *OF_UPLOADS,
     *AGENTS,
     *OF_PICTURES,

@@ -126,7 +126,7 @@ def test_a_certificate_is_checked_and_compared_without_its_run(
 def test_what_is_no_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path / "p" / "one", 1.0)
     against = ["--against", str(tmp_path / "strange.json")]
-    records = [{"run": 1}, {"steps": [[1, 2]]}, {**dict.fromkeys(_MEMBERS, {}), "steps": [["a"]]}]
+    records = [{"run": 1}, {"steps": [[1, 2]]}, {**{name: {} for name in _MEMBERS}, "steps": [["a"]]}]
     for text in ("", "[1]", "{}", "[" * 10_000, *(with_checksum(record)[0] for record in records)):
         (tmp_path / "strange.json").write_text(text)
         assert main(["certify", "one", "--root", str(tmp_path), *against]) == 11, text[:50]
