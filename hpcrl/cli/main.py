@@ -72,6 +72,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "checkpoint": ("hpcrl.cli.checkpoint", "list, verify, export and delete the checkpoints of a run"),
         "verify": ("hpcrl.cli.verify", "compare the files of a run with their checksums"),
+        "certify": (
+            "hpcrl.cli.certify",
+            "write a manifest of all bits of a run, check it, and compare two runs by theirs",
+        ),
     },
     "serve": {
         "reward": ("hpcrl.cli.reward", "serve a reward model, whose scores are rewards of runs"),

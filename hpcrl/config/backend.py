@@ -67,6 +67,10 @@ class Backend:
     records_experts: ClassVar[bool] = False
     records_iterations: ClassVar[bool] = False
 
+    def batch_dependence(self, config: ConfigTree) -> str | None:  # noqa: ARG002
+        """Return why the bits of a response depend on what else is generated, even with trainer.deterministic; None: they do not."""
+        return f"{self.title} computes a response together with others, and rounds by them"
+
     def layer(self, name: Layer) -> ModuleType:
         """Import the engine's module for a layer that it brings."""
         return importlib.import_module(f"{self.package}.{name}")

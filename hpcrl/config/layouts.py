@@ -157,6 +157,11 @@ def _of_ranges(config: ConfigTree) -> Iterator[Problem]:
             NUM_ENGINES if slurm.nodes is None else NODES,
             "expected no range with slurm.elastic.replicas, which come and go within an attempt and are numbered after these",
         )
+    if config.trainer.deterministic and len(ranges_of(config).get(POLICY_NODES, ())) > 1:
+        yield Problem(
+            POLICY_NODES if slurm.nodes is None else NODES,
+            "expected one number of nodes of the trainer with trainer.deterministic: another one adds gradients in another order",
+        )
     if slurm.nodes is not None and (config.trainer.has_own_critic or config.has_scorers or config.reward_services):
         yield Problem(
             NODES,

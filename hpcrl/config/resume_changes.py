@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Any
 
 from hpcrl.config.difference import Difference, differences, flat
+from hpcrl.config.effects import OTHER_DIRECTORY, OTHER_PLACE
 from hpcrl.config.fields import settings
 from hpcrl.config.root import Config
 from hpcrl.config.sections.tree import ConfigTree
@@ -79,6 +81,17 @@ def evaluation_settings(config: Config) -> str:
     }
     settings = {path: value for path, value in flat(tree) if (effect_of(path) or _YOURS).kind != "harmless"}
     return json.dumps(settings, default=str)
+
+
+def computing_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that decide what a run computes, by dotted path: neither harmless ones nor paths, whose files have checksums."""
+    places = {one.path for one in settings(ConfigTree) if one.location}
+
+    def computes(path: str) -> bool:
+        effect = effect_of(path) or _YOURS
+        return effect.kind != "harmless" and effect not in (OTHER_DIRECTORY, OTHER_PLACE)
+
+    return {path: value for path, value in flat(asdict(config)) if path not in places and computes(path)}
 
 
 def changes_from_path(saved: Config, new: Config) -> list[Change]:

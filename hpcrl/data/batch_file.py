@@ -5,6 +5,7 @@ JSON, with a checksum of its own text and that of the batch before it: a file th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from hpcrl.data.group_file import check_group
 from hpcrl.data.score_file import check_scores
 from hpcrl.errors import DamagedError, DataError
-from hpcrl.rundir.commit import committed, read_bytes, write_text
+from hpcrl.rundir.commit import committed, digest_of, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.records import parse_record, with_checksum
 from hpcrl.types import Batch, GroupMeta
@@ -93,6 +94,25 @@ def _is_missing(run: Run, step: int, newest: BatchFile | None) -> bool:
     if newest is None:
         return step > 0 and bool(committed(run.checkpoints, position_of))
     return newest.batch.step < step
+
+
+_PASSING = ("replica", "path", "offset", "seconds", "failures")
+"""Fields of a group that may differ between runs of the same bits: who generated it, where it lies, how long it took."""
+
+
+def group_contents(batch: Batch) -> dict[str, str]:
+    """Return a digest of what each group of a batch trains, by its id: tokens, log-probabilities, rewards; not who generated it, and when."""
+    found = dict[str, str]()
+    for at, group in enumerate(batch.groups):
+        fields = {name: value for name, value in group.to_json().items() if name not in _PASSING}
+        found[f"{group.group_id}.{at}"] = digest_of(json.dumps(fields, sort_keys=True).encode())
+    return found
+
+
+def batch_content(batch: Batch) -> str:
+    """Return a digest of what a step trains, and of which groups it leaves out."""
+    left_out = [sorted(batch.dropped.items()), sorted(batch.given_up), batch.cursor, batch.step]
+    return digest_of(json.dumps([list(group_contents(batch).items()), left_out]).encode())
 
 
 def check_batch(run: Run, batch: Batch) -> None:

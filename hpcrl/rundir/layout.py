@@ -5,6 +5,7 @@
   config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
   code/                            snapshot of hpcrl/ and jobs/ that this run uses; commit.txt, of their git checkout, "with changes" where they differ
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
+  certificate.json                 digests by which two runs are compared, bit for bit (hpcrl/launch/manage/certificate.py)
   inputs.json                      datasets, templates and models that attempts read, by their checksums (hpcrl/launch/inputs.py)
   submission.json                  job id, executor, overrides
   attempts.jsonl                   each start of the run
@@ -136,6 +137,10 @@ class Run:
     @property
     def checksums(self) -> Path:
         return self.path / "checksums.json"
+
+    @property
+    def certificate(self) -> Path:
+        return self.path / "certificate.json"
 
     @property
     def inputs(self) -> Path:

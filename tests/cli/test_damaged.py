@@ -29,7 +29,7 @@ FILES = [
 OF_ONE_RUN = {
     "rm": [],
     "status": (), "follow": (), "logs": (), "stacks": (), "cancel": (), "requeue": (), "resume": ("trainer.seed=1",), "samples": (), "tensorboard": ("--rebuild",),
-    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "advise": (), "goodput": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
+    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "certify": (), "trace": (), "advise": (), "goodput": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
     "upload": ("--to", "s3", "--bucket", "mine"), "bench report": (),
 }  # fmt: skip
 """Commands that name a run, each with the arguments that follow its name; the seed is refused, so that nothing starts."""

@@ -51,6 +51,11 @@ def test_other_texts_are_no_ranges(text: str) -> None:
         ([f"{NODES}=5-7"], r"shared equally by 7 trainer ranks .*\(of all layouts with .*=5 to 7 none works, and this"),
         ([f"{NODES}=1-999"], "expected at most 256 layouts, found 999"),
         ([f"{ENGINES}=1-2", "slurm.elastic.replicas=1"], "num_engines: expected no range with slurm.elastic.replicas"),
+        (
+            ["trainer.deterministic=true", f"{NODES}=1-2"],
+            "policy_num_nodes: expected one number of nodes of the trainer",
+        ),
+        (["trainer.deterministic=true", "slurm.nodes=2-4"], "slurm.nodes: expected one number of nodes of the trainer"),
         (["slurm.nodes=1"], "slurm.nodes: expected at least 2, one of them for the trainer, found 1"),
         (["slurm.nodes=4-2"], r'slurm.nodes: expected a whole number, or a range of them such as "1-4", found'),
         (["slurm.nodes=2-4", f"{NODES}=1-2"], "policy_num_nodes: expected a number with slurm.nodes"),

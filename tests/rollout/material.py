@@ -127,8 +127,8 @@ def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:
 
 
 @contextmanager
-def started(model: Path, **engine: Any) -> Iterator[Embedded]:
-    found = Embedded(embedded_options(model, **engine))
+def started(model: Path, *, deterministic: bool = False, **engine: Any) -> Iterator[Embedded]:
+    found = Embedded(replace(embedded_options(model, **engine), deterministic=deterministic))
     try:
         found.wait_ready(START_S)
         yield found

@@ -33,6 +33,7 @@ from hpcrl.config.rules.cluster import (
     time_to_save,
     ways_of_weights,
 )
+from hpcrl.config.rules.determinism import one_set_of_bits
 from hpcrl.config.rules.generation import (
     best_of_samples,
     chat,
@@ -411,6 +412,7 @@ RULES: tuple[Rule, ...] = (
     _reference,
     _off_policy,
     estimated_old_logprobs,
+    one_set_of_bits,
     _bounds,
     not_switched_on,
     _checkpoints,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class DecodingRequest:
         abandoned: whether nobody waits for them any more.
         images: that the prompt shows.
         ahead: how far the position of a token behind the prompt is from its place in the row, where images have positions of their own.
+        whole: request that it is a sample of; None: it is whole itself.
     """
 
     prompt: list[int]
@@ -62,9 +63,22 @@ class DecodingRequest:
     abandoned: bool = False
     images: Sequence[SeenImage] = ()
     ahead: int = 0
+    whole: DecodingRequest | None = None
+
+    def alone(self) -> list[DecodingRequest]:
+        """Return a request for each sample, which together end this one."""
+        return [replace(self, seeds=[seed], responses=Future(), whole=self) for seed in self.seeds]
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody waits for its samples any more."""
+        return self.abandoned if self.whole is None else self.whole.abandoned
 
     def end(self, number: int, said: Generation) -> None:
         """Record a response."""
+        if self.whole is not None:
+            self.whole.end(self.whole.seeds.index(self.seeds[number]), said)
+            return
         self.ended[number] = said
         if len(self.ended) == len(self.seeds):
             self.responses.set_result([self.ended[at] for at in range(len(self.seeds))])
@@ -390,7 +404,7 @@ class DecodingBatch:
             if row is None:
                 continue
             self.tokens += 1
-            if row.request.abandoned:
+            if row.request.unwanted:
                 self._rows[at] = None
                 continue
             if row.request.heard:

@@ -28,11 +28,13 @@ class Limits:
         rows: that are generated together at most.
         places: tokens that there are caches for at most: rows times the longest of them.
         length: tokens of a prompt and its response together at most.
+        alone: samples are generated one after the other: by matrices of other sizes their numbers would round in another way.
     """
 
     rows: int
     places: int
     length: int
+    alone: bool = False
 
 
 class Compute:
@@ -91,7 +93,7 @@ class Compute:
             if not self._unable(request.responses):
                 self._pending.add(request.responses)
                 request.responses.add_done_callback(self._pending.discard)
-                self._requests.append(request)
+                self._requests.extend(request.alone() if self.limits.alone else [request])
                 self._news.notify()
         return request
 
@@ -173,11 +175,12 @@ class Compute:
         rows, longest = self._batch.size
         while self._requests:
             request = self._requests[0]
-            if request.abandoned:
+            if request.unwanted:
                 self._requests.popleft()
                 continue
             rows, longest = rows + len(request.seeds), max(longest, request.longest)
-            if rows > len(request.seeds) and (rows > self.limits.rows or rows * longest > self.limits.places):
+            full = self.limits.alone or rows > self.limits.rows or rows * longest > self.limits.places
+            if rows > len(request.seeds) and full:
                 break
             found.append(self._requests.popleft())
         return found

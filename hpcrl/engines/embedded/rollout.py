@@ -37,6 +37,7 @@ class EmbeddedOptions:
         on_cpu: whether it has no GPU.
         records_experts: whether it returns the experts of tokens.
         memory_share: of the GPU's memory, for model and caches.
+        deterministic: a response has the same bits whatever else is generated, and by how many threads.
     """
 
     model: ConfiguredModel
@@ -45,6 +46,7 @@ class EmbeddedOptions:
     on_cpu: bool
     records_experts: bool = False
     memory_share: float = 0.9
+    deterministic: bool = False
 
 
 class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
@@ -73,6 +75,8 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
 
     def _load(self) -> tuple[PreTrainedModel, Compute]:
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
+        if options.deterministic and options.on_cpu:
+            torch.set_num_threads(1)  # how sums are divided among threads changes their last bits
         model = load_model(options.model, options.engine.model_dtype, device)
         tokenizer = read_tokenizer(options.model.path, **options.model.at_revision)
         # requests name those of the chat template too
@@ -83,7 +87,8 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
             )
         recorder = ExpertRecorder(model) if options.records_experts else None
         batch = DecodingBatch(model, ends, decoder(tokenizer), options.engine.max_num_batched_tokens, recorder)
-        limits = Limits(options.engine.max_num_seqs, places(model, options.memory_share), options.max_model_len)
+        most, alone = places(model, options.memory_share), options.deterministic
+        limits = Limits(options.engine.max_num_seqs, most, options.max_model_len, alone=alone)
         return model, Compute(batch, limits)
 
 
@@ -116,4 +121,5 @@ def embedded_options(config: Config, replica: int = 0) -> EmbeddedOptions:
     )
     replayed = config.trainer.policy.experts.router_replay != "none"
     on_cpu, share = config.slurm.gpus == 0, config.engine_memory_share(shared=config.shares_gpus(replica))
-    return EmbeddedOptions(model, engine, config.max_model_len, on_cpu, replayed, share)
+    deterministic = config.trainer.deterministic
+    return EmbeddedOptions(model, engine, config.max_model_len, on_cpu, replayed, share, deterministic)

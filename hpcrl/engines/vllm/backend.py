@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config.backend import OPTIONAL, Backend
+from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.engines.vllm.rules import RULES, TEACHER_RULES
 
 
@@ -13,6 +14,11 @@ class VLLM(Backend):
     rules, teacher_rules = RULES, TEACHER_RULES
     packages = ("vllm",)
     compiles = records_experts = records_iterations = True
+
+    def batch_dependence(self, config: ConfigTree) -> str | None:
+        if config.slurm.gpus or config.generator.inference_engine.remote_urls:  # a rule of its own refuses those
+            return None
+        return "vLLM 0.31 has its batch-invariant mode on NVIDIA GPUs of compute capability 9.0 or higher only"
 
 
 BACKEND = VLLM()

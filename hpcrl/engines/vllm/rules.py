@@ -261,5 +261,25 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
 
 
-RULES = (adapters, drafts, flash_infer, options, processors, quantization, remote_engines, routed_experts, sampling)
+def deterministic(config: ConfigTree) -> Iterator[Problem]:
+    """Refuse engines whose log-probabilities would depend on what else is in a batch."""
+    path, engine = "generator.inference_engine", config.generator.inference_engine
+    if not config.trainer.deterministic or config.trainer.offline:
+        return
+    if engine.remote_urls:
+        yield Problem(
+            f"{path}.remote_urls",
+            "with trainer.deterministic hpcrl has to start the engines, in their batch-invariant mode; leave it out",
+        )
+    elif engine.speculative.method:
+        yield Problem(
+            f"{path}.speculative.method",
+            "with trainer.deterministic, how many drafts are verified together would change the last bits; leave it out",
+        )
+
+
+RULES = (
+    *(adapters, deterministic, drafts, flash_infer, options, processors),
+    *(quantization, remote_engines, routed_experts, sampling),
+)
 TEACHER_RULES = (teacher, teacher_options)

@@ -108,6 +108,7 @@ class ServerOptions:
         node: of an engine on several nodes; None: it is on one.
         records_experts: whether it returns the experts of tokens.
         image_processor_kwargs: data.image_processor_kwargs; it makes room for the largest images that they allow.
+        deterministic: whether its kernels compute a sample alike whatever is in its batch.
     """
 
     model: Pretrained
@@ -130,6 +131,7 @@ class ServerOptions:
     node: EngineNode | None = None
     records_experts: bool = False
     image_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
 
     @property
     def sleep_level(self) -> int:
@@ -384,6 +386,8 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     }
     if options.listen:
         environment[LEASED] = "1"
+    if options.deterministic:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
     if options.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # on GPUs its log names the attention backend, the model runner and the size of the cache
@@ -453,4 +457,5 @@ def _options(config: Config, run_name: str, token_file: Path, *, shared: bool) -
         sleeps=shared,
         records_experts=config.trainer.policy.experts.router_replay != "none",
         image_processor_kwargs=config.data.image_processor_kwargs,
+        deterministic=config.trainer.deterministic,
     )

@@ -13,24 +13,30 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.config import Config
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.rollouts import require_samples
-from hpcrl.errors import ConfigError, RunError
+from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.errors import ConfigError, DataError, RunError
 from hpcrl.launch.local.foreground import job, run_here, to_stderr
-from hpcrl.observe.metrics import read_metrics, values_of
+from hpcrl.observe.metrics import merged, read_metrics, values_of
 from hpcrl.observe.summary import STEP_SECONDS
 from hpcrl.rundir.checkpoints import line_of, verify_checkpoint
-from hpcrl.rundir.commit import read_json, write_json, write_text
-from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.commit import committed, read_json, write_json, write_text
+from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import read_attempts
 
 PROCESS = "trainer"
 TOTAL_STEPS, STEPS_PER_EPOCH = "trainer/total_steps", "trainer/steps_per_epoch"
+COMPARED = ("policy/", "loss/", "critic/", "rewards/", "logps/")
+"""How the metrics begin that are what a step computes, and not how long it took."""
+WEIGHTS = "weights"
+"""Key of the digest of the weights that a step leaves, in its results."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,8 @@ class Plan:
         first, step: the first step after it, and the last one, which is asked for.
         total_steps, steps_per_epoch: of the run, when it trained that step.
         times: how often, each time from the checkpoint.
+        recorded: what the run recorded of each step, by step and name: training ends at the first step with another value; empty: it does not.
+        versions: digests of the weights that the run has kept, by step; compared in the same way.
     """
 
     run: str
@@ -52,6 +60,8 @@ class Plan:
     total_steps: int
     steps_per_epoch: int
     times: int
+    recorded: dict[str, dict[str, float]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 def plan_replay(run: Run, step: int, times: int) -> Plan:
@@ -79,6 +89,73 @@ def plan_replay(run: Run, step: int, times: int) -> Plan:
         steps_per_epoch=round(epochs[step]),
         times=times,
     )
+
+
+def plan_all(run: Run) -> Plan:
+    """Return how all steps are trained again whose samples are there and that were trained as the last one was configured.
+
+    Raises:
+        RunError: there is none.
+    """
+    totals = values_of(run, TOTAL_STEPS)
+    if not totals:
+        raise RunError(f"{run.name} has not trained a step yet")
+    last, first = max(totals), max(totals) + 1
+    while first > 1 and _has_all(run, first - 1, last):
+        first -= 1
+    starts = [step_of(path) or 0 for path in line_of(run) if step_of(path) is not None]
+    if config_of(run, 1) == config_of(run, last) and Config.from_toml([run.config]).trainer.resume_mode != "from_path":
+        starts.insert(0, 0)
+    begin = next((start for start in starts if first - 1 <= start < last), None)
+    if begin is None:
+        raise RunError(
+            f"{run.name} has no checkpoint, and samples of all steps after it: they are removed as checkpoints are written; keep more with "
+            "trainer.max_ckpts_to_keep, or look at `hpcrl checkpoint ls`"
+        )
+    plan, recorded = plan_replay(run, last, 1), merged(run)
+    checkpoint = run.checkpoint(begin) if begin else None
+    if checkpoint is not None:
+        verify_checkpoint(checkpoint)
+    steps = range(begin + 1, last + 1)
+    values = {
+        str(step): {name: value for name, value in recorded[step].items() if name.startswith(COMPARED)}
+        for step in steps
+    }
+    versions = {
+        str(version): weights.digest
+        for version in committed(run.weights, version_of)
+        if version in steps
+        for weights in [PublishedWeights.read(run.weights_of(version))]
+        if not weights.adapter and not weights.base
+    }
+    path = None if checkpoint is None else str(checkpoint)
+    return replace(plan, checkpoint=path, first=begin + 1, recorded=values, versions=versions)
+
+
+def differences(plan: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """Return what of a step that was trained again is not as the run recorded it, to the last bit; nothing of a step that is not compared.
+
+    Args:
+        plan: the fields of a Plan.
+        result: of the step, as `replay` returns them.
+    """
+    step, metrics = str(result["step"]), result["metrics"]
+    recorded, expected = plan["recorded"].get(step, {}), plan["versions"].get(step)
+    found = [
+        f"{name}: {value!r} and {metrics[name]!r}"
+        for name, value in recorded.items()
+        if name in metrics and value != metrics[name] and not (math.isnan(value) and math.isnan(metrics[name]))
+    ]
+    return found if expected == result.get(WEIGHTS) else [*found, f"weights: {expected} and {result.get(WEIGHTS)}"]
+
+
+def _has_all(run: Run, step: int, last: int) -> bool:
+    """Return whether a step has its samples, and was trained with the configuration of the last one."""
+    try:
+        require_samples(run, step)
+    except (DataError, RunError):
+        return False
+    return config_of(run, step) == config_of(run, last)
 
 
 def _before(run: Run, step: int) -> Path | None:

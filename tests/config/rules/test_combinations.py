@@ -14,7 +14,17 @@ from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
-from hpcrl.config.rules import agents, generation, lending, ranks, scorers, training, unused_settings, uploads
+from hpcrl.config.rules import (
+    agents,
+    determinism,
+    generation,
+    lending,
+    ranks,
+    scorers,
+    training,
+    unused_settings,
+    uploads,
+)
 from hpcrl.config.rules import alerts as alerting
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
@@ -27,6 +37,7 @@ from hpcrl.families.diffusion import rules as diffusion
 from hpcrl.families.pi05 import rules as pi05
 from hpcrl.families.robots import rules as vla
 from tests.config.rules.cosmos_cases import COSMOS
+from tests.config.rules.determinism_cases import OF_BITS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
 from tests.config.rules.families.diffusion_cases import OF_PICTURES
 from tests.config.rules.families.pi05_cases import OF_FLOWS
@@ -47,6 +58,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
 MODULES = (
     rules,
     agents,
+    determinism,
     alerting,
     diffusion,
     unused_settings,
@@ -74,6 +86,7 @@ CASES = [
     *OF_SCORERS,
     *OF_ALERTS,
     *OURS,
+    *OF_BITS,
     *OF_UPLOADS,
     *AGENTS,
     *OF_PICTURES,

@@ -270,3 +270,29 @@ def test_what_computes_fails(models: list[Path]) -> None:
         assert "RuntimeError" in str(launched.failure("died"))
         with pytest.raises(EngineError, match="failed in generate: RuntimeError"):
             asyncio.run(engine.generate(PROMPT, 1, 1, LONG))
+
+
+def test_with_deterministic_a_response_has_the_same_bits_whatever_else_is_generated(models: list[Path]) -> None:
+    """Alone, as one of its group, beside requests of other lengths, and by another number of threads."""
+
+    async def beside(engine: Engine) -> list[list[Generation]]:
+        return await asyncio.gather(
+            engine.generate(PROMPT, 3, 8, LONG),
+            engine.generate(LONG_PROMPT, 3, 8, LONG),
+            engine.generate([4], 2, 1, LONG),
+        )
+
+    async def alone(engine: Engine) -> list[list[Generation]]:
+        return [[one for seed in (8, 9, 10) for one in await engine.generate(LONG_PROMPT, 1, seed, LONG)]]
+
+    threads = torch.get_num_threads()
+    try:
+        with started(models[0], deterministic=True) as launched:
+            _, together, _ = asyncio.run(beside(launched.connect()))
+            (apart,) = asyncio.run(alone(launched.connect()))
+            _, compute = launched._loaded.result()
+            assert compute.between_tokens(torch.get_num_threads).result(60) == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert together == apart
+    assert len({tuple(one.token_ids) for one in together}) == 3

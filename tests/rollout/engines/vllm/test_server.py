@@ -122,6 +122,8 @@ def test_kernels_are_kept_on_the_node(tmp_path: Path, token_file: Path, monkeypa
     assert "OMP_NUM_THREADS" not in made, "vLLM leaves its hot loop multi-threaded where it is set"
     assert {name: made[name] for name in _CACHES} == {name: str(kept / tool) for name, tool in _CACHES.items()}
     assert made["VLLM_LOGGING_LEVEL"] == "INFO", "its log names backend, runner and cache"
+    assert "VLLM_BATCH_INVARIANT" not in made
+    assert _environment(replace(given, deterministic=True), tmp_path / "scratch")["VLLM_BATCH_INVARIANT"] == "1"
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/fast/own")
     assert _environment(given, tmp_path / "scratch")["VLLM_CACHE_ROOT"] == "/fast/own"
     kept.chmod(0o777)
