@@ -1,4 +1,4 @@
-"""One set of bits (scenario 55): with trainer.deterministic a run that is interrupted twenty times ends as one that nothing happens to."""
+"""One set of bits (scenario 56): with trainer.deterministic a run that is interrupted twenty times ends as one that nothing happens to."""
 
 from __future__ import annotations
 
