@@ -8,7 +8,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import ConfigError
-from hpcrl.launch.local.replay import config_of, ranks_here
+from hpcrl.launch.local.replay import config_of, differences, ranks_here
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -54,3 +54,15 @@ def trainer(sizes: dict[str, Any] | None = None, **settings: Any) -> TrainerConf
     algorithm = {"use_kl_loss": False}
     section = {"policy": model, "algorithm": algorithm, "eval_interval": 0, **settings}
     return Config.from_dict({"data": {"train_data": ["/t.parquet"]}, "trainer": section}).trainer
+
+
+def test_a_step_is_compared_to_the_last_bit() -> None:
+    plan = {"recorded": {"3": {"policy/final_loss": 0.1, "loss/x": float("nan")}}, "versions": {"3": "aa"}}
+    metrics = {"policy/final_loss": 0.1, "loss/x": float("nan"), "timing/step": 2.0}
+    assert differences(plan, {"step": 3, "metrics": metrics, "weights": "aa"}) == []
+    nearly = metrics | {"policy/final_loss": 0.1 + 2**-56}
+    assert differences(plan, {"step": 3, "metrics": nearly, "weights": "ab"}) == [
+        "policy/final_loss: 0.1 and 0.10000000000000002",
+        "weights: aa and ab",
+    ]
+    assert differences(plan, {"step": 4, "metrics": nearly}) == []
