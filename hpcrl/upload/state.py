@@ -93,4 +93,4 @@ def _has(value: Any, text: str, *numbers: str) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get(text), str):
         return False
     found = [value.get(name) for name in numbers]
-    return all(type(one) in (int, float) and abs(one) <= LARGEST for one in found)
+    return all(isinstance(one, (int, float)) and not isinstance(one, bool) and abs(one) <= LARGEST for one in found)
