@@ -90,11 +90,16 @@ class _Writer:
             info.mode = status.st_mode & 0o1777
             if self._describe(info, status, name, folder):
                 self._count(info)
-                self._add(info, name, folder)
-                _forget_members(self._tar)
-                if info.isdir() and status.st_dev == self._device:
-                    with _opened(name, folder) as inner:
-                        self.write(inner, f"{info.name}/", depth + 1)
+                try:
+                    self._add(info, name, folder)
+                    _forget_members(self._tar)
+                    if info.isdir() and status.st_dev == self._device:
+                        with _opened(name, folder) as inner:
+                            self.write(inner, f"{info.name}/", depth + 1)
+                except PermissionError as error:
+                    raise DataError(
+                        f"{info.name} may not be read by this user; who owns all files can add them"
+                    ) from error
 
     def _describe(self, info: tarfile.TarInfo, status: os.stat_result, name: str, folder: int) -> bool:
         """Set type and size of an entry; return whether it is kept."""

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import tarfile
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -267,6 +268,22 @@ def test_sources_that_cannot_be_used(store: ImageStore, tmp_path: Path, name: st
     with pytest.raises(DataError, match=said):
         store.add("x", source)
     assert store.list() == []
+
+
+def test_files_that_may_not_be_read_are_named() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.chmod(place, 0o777)
+        folder = Path(place, "source", "etc")
+        folder.mkdir(parents=True)
+        (folder / "hidden").touch(mode=0o000)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(DataError, match="etc/hidden may not be read by this user"):
+                ImageStore(Path(place, "runs")).add("x", folder.parent)
+        finally:
+            if os.getuid() == 0:
+                os.seteuid(0)
 
 
 def test_a_sif_file_is_unpacked_by_apptainer() -> None:
