@@ -17,6 +17,8 @@ from benchmarks.trials import ALIKE, Case, rates
 from hpcrl.cli.main import main
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.conclude import write_summary
+from hpcrl.observe.report.page import project_page
+from hpcrl.observe.report.project import project_of
 from hpcrl.observe.trial.judge import beaten, due_look, take_looks
 from hpcrl.observe.trial.plan import Trial, TrialFolder, find_trial, trial_of, write_plan
 from hpcrl.observe.trial.report import describe_trial
@@ -329,3 +331,12 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
     assert (tmp_path / rows["t.good-0"]["report"]).is_file()
     assert rows["broken"]["report"] is None
     assert found["trials"][0]["recipes"]["bad"]["stopped"] == 5
+
+
+def test_a_run_that_diverged_is_on_the_page_too(folder: TrialFolder) -> None:
+    run = folder.run("t.bad-0")
+    run.evals_of(5).mkdir(parents=True)
+    write_summary(run, 5, {"eval/all/avg_score": float("nan")})
+    content = project_of("p", [run], [], lambda _: None)
+    assert (content["rows"][0]["score"], content["rows"][0]["error"]) == (None, "")
+    assert '"name":"t.bad-0"' in project_page(content)
