@@ -61,10 +61,14 @@ def test_a_bench_that_gets_no_nodes_leaves_its_log_and_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("sbatch", "srun"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'no such partition' >&2\nexit 1\n")
+        (tmp_path / name).write_text(
+            f"#!/bin/sh\necho \"$@\" > {tmp_path}/{name}.words\necho 'no such partition' >&2\nexit 1\n"
+        )
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert main(["bench", f"slurm.root={tmp_path}", "slurm.gpus_per_node=8", "trainer.run_name=b"]) == 5
+    words = ["bench", f"slurm.root={tmp_path}", "slurm.gpus_per_node=8", "trainer.run_name=b", "--minutes", "15"]
+    assert main(words) == 5
+    assert "--time=15 " in (tmp_path / "srun.words").read_text()
     assert "no such partition" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / ".bench" / "bench" / "b").iterdir()) == [
         "bench.toml",
