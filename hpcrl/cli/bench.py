@@ -82,9 +82,13 @@ def _measure(arguments: argparse.Namespace) -> int:
         name, [Path(file) for file in files], overrides, nodes=arguments.nodes, minutes=arguments.minutes, model=arguments.model,
     )  # fmt: skip
     _say(f"measuring {arguments.nodes} node(s): network, filesystem, devices (log: {bench.log})")
-    measure_nodes(bench, config, arguments.nodes, local=arguments.local)
-    write_json(bench.plan, asdict(_estimate(bench)))
-    submission, warnings = checked_submission(config, [], [[]])
+    try:
+        measure_nodes(bench, config, arguments.nodes, local=arguments.local)
+        write_json(bench.plan, asdict(_estimate(bench)))
+        submission, warnings = checked_submission(config, [], [[]])
+    except BaseException:
+        bench.clear()
+        raise
     for warning in warnings:
         print(f"hpcrl: {printable(warning)}", file=sys.stderr)
     (run,) = submit.submit(submission, arguments.local)

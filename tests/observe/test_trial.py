@@ -17,6 +17,8 @@ from benchmarks.trials import ALIKE, Case, rates
 from hpcrl.cli.main import main
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.conclude import write_summary
+from hpcrl.observe.report.page import project_page
+from hpcrl.observe.report.project import project_of
 from hpcrl.observe.trial.judge import beaten, due_look, take_looks
 from hpcrl.observe.trial.plan import Trial, TrialFolder, find_trial, trial_of, write_plan
 from hpcrl.observe.trial.report import describe_trial
@@ -199,6 +201,27 @@ def test_the_last_look_waits_for_runs_and_not_for_failed_ones(folder: TrialFolde
     assert [len(look.of(name)) for name in ("good", "bad")] == [3, 2]
 
 
+def test_runs_that_failed_are_compared_as_far_as_they_came_until_they_are_resumed(
+    folder: TrialFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trial", "status", "t", "--root", str(folder.project.parent)]
+    names = [name for runs in folder.read().recipes.values() for name in runs]
+    for name in names:
+        report_outcome(folder.run(name), 1, "cancelled", "by hand", "hpcrl cancel")
+    assert main(words) == 0
+    assert "no run has the score of step 20" in capsys.readouterr().out
+    for name in names:  # as where trainer.epochs end before trainer.max_steps
+        evaluated(folder.run(name), 12, 0.8 if "good" in name else 0.3)
+    evaluated(folder.run("t.good-0"), 20, 0.8)
+    assert main(words) == 0
+    assert "bad is worse than good: +0.5000 [" in capsys.readouterr().out
+    assert folder.read_looks() == []
+    for name in names[1:]:
+        evaluated(folder.run(name), 20, 0.6)
+    (look,) = take_looks(folder)
+    assert (look.step, folder.read_looks()) == (20, [look])
+
+
 def test_other_prompts_are_not_compared(folder: TrialFolder) -> None:
     scored(folder, 5, good=GOOD, bad=BAD)
     path = folder.run("t.bad-0").eval_dump(5, 0)
@@ -220,7 +243,28 @@ def test_a_damaged_plan_is_named(folder: TrialFolder, content: str) -> None:
         find_trial("other", folder.project.parent)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"number": 1}'])
+_LOOK = {
+    "number": 1, "time": 1.0, "step": 5, "share": 0.25, "before": 0.0, "scores": {"good": {"t.good-0": 0.5}}, "earlier": {}, "earlier_step": 0,
+    "resolution": 0.1, "prompts": 5, "stopped": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[1]", "{}", '{"number": 1}'),
+        *(
+            json.dumps(_LOOK | change)
+            for change in (
+                {"scores": {"good": 1}},
+                {"scores": {"good": {"t.good-0": float("nan")}}},
+                {"earlier": {"good": 10**400}},
+                {"before": 0.5},
+                {"share": 2.0},
+            )
+        ),
+    ],
+)
 def test_a_damaged_look_is_named(folder: TrialFolder, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_text(folder.looks / "000001.json", content)
     assert main(["trial", "status", "t", "--root", str(folder.project.parent)]) == 5
@@ -249,6 +293,11 @@ def test_recipes_of_a_trial_are_checked_before_anything_is_made(
         ([files["a"], files["n"]], "generator.eval_n_samples_per_prompt: 1 -> 4"),
         ([files["a"], files["lr"], "--effect", "0"], "above 0"),
         ([files["a"], files["lr"], "trainer.eval_interval=0"], "trainer.eval_interval above 0"),
+        (
+            [files["a"], files["lr"], "generator.inference_engine.seed=1"],
+            "generator.inference_engine.seed would give all",
+        ),
+        ([files["a"], files["lr"], "data.shuffle_seed=1"], "data.shuffle_seed would give all"),
     ):
         assert main(["trial", *words, *base]) == 2
         assert message in capsys.readouterr().err
@@ -282,3 +331,12 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
     assert (tmp_path / rows["t.good-0"]["report"]).is_file()
     assert rows["broken"]["report"] is None
     assert found["trials"][0]["recipes"]["bad"]["stopped"] == 5
+
+
+def test_a_run_that_diverged_is_on_the_page_too(folder: TrialFolder) -> None:
+    run = folder.run("t.bad-0")
+    run.evals_of(5).mkdir(parents=True)
+    write_summary(run, 5, {"eval/all/avg_score": float("nan")})
+    content = project_of("p", [run], [], lambda _: None)
+    assert (content["rows"][0]["score"], content["rows"][0]["error"]) == (None, "")
+    assert '"name":"t.bad-0"' in project_page(content)

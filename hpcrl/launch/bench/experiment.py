@@ -22,7 +22,7 @@ from hpcrl.rundir.layout import Run, root_of
 SAVED_EVERY = 5
 """Steps between checkpoints."""
 _ALPHABET, _LETTERS, _ROWS = "abcdefghijkl", 5, 2048
-_EPOCHS = 10_000  # the bench ends the run
+_EPOCHS, _STEPS = 10_000, 1000  # the bench ends the run; where that was killed itself, the last step does
 _LEAST_MINUTES = 5  # of slurm.time_minutes
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -77,6 +77,7 @@ def _settings(bench: Bench, slurm: SlurmConfig, nodes: int, minutes: int, model:
         "slurm.time_minutes": max(_LEAST_MINUTES, minutes),
         "trainer.project_name": PROJECT,
         "trainer.epochs": _EPOCHS,
+        "trainer.max_steps": _STEPS,
         "trainer.eval_interval": -1,
         "trainer.eval_before_train": False,
         "trainer.ckpt_interval": SAVED_EVERY,

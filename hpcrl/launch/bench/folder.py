@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import RunError
+from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import as_record, damaged, read_object
 
@@ -73,6 +74,11 @@ class Bench:
 
     def probe(self, number: int) -> Path:
         return self.path / f"probe-{number}"
+
+    def clear(self) -> None:
+        """Remove the large files of a bench that gets no run; the log stays."""
+        for folder in (self.model, *self.path.glob("probe-*")):
+            discard(folder)
 
 
 @dataclass(frozen=True)

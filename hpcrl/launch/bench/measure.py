@@ -18,6 +18,7 @@ from hpcrl.launch.srun import srun
 from hpcrl.launch.submit.submit import code_sources
 
 _LOOK_S = 0.2
+_MINUTES = 30
 _TAIL = 2000
 
 
@@ -74,7 +75,7 @@ def _in_queue(bench: Bench, config: Config, nodes: int, each: int) -> list[str]:
         "--job-name=hpcrl-bench",
         f"--nodes={nodes}",
         f"--ntasks-per-node={each}",
-        "--time=30",
+        f"--time={min(_MINUTES, slurm.time_minutes)}",  # a partition may allow no more than the run asks for
         "--kill-on-bad-exit=1",
     ]
     if slurm.whole_nodes:

@@ -23,7 +23,7 @@ _TITLES = {
 }
 _CLASSES = {"ok": "good", "look": "bad", "first seen": "faint", "not measured": "faint"}
 _HEADS = ("", "figure", "value", "usual", "measured by", "what to do")
-_FIELDS = {"part", "key", "title", "value", "unit", "better"}
+_TEXTS = ("part", "key", "title", "unit", "better")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -143,9 +143,12 @@ def parse_report(text: bytes, path: Path) -> dict[str, Any]:
     """Return the report of a JSON file that `hpcrl bench` wrote. Raises DataError where it is none."""
     try:
         value = parse_json(text)
-        if all(figure.keys() >= _FIELDS and _is_value(figure["value"]) for figure in value["figures"]):
+        texts = [figure[name] for figure in value["figures"] for name in _TEXTS]
+        if all(isinstance(text, str) for text in texts) and all(
+            _is_value(figure["value"]) for figure in value["figures"]
+        ):
             return value
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         pass
     raise DataError(f"{path} is no report of hpcrl bench; expected the JSON file that it writes")
 

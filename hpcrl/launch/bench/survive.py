@@ -37,6 +37,8 @@ _RESUMES = 6
 def survive(run: Run, bench: Bench, limit_s: float, report: Callable[[str], None]) -> None:
     """Watch the run until a process of each role was killed and training went on; then cancel it, or where the time is over.
 
+    A run that a person cancels, or that is done before, is not resumed.
+
     Args:
         limit_s: seconds from its first allocation; waiting in the queue does not count.
         report: gets a line about each kill.
@@ -48,8 +50,11 @@ def survive(run: Run, bench: Bench, limit_s: float, report: Callable[[str], None
     resumes = count(1)
     while len(kills) < len(ROLES) or not _trained(run, kills[-1].step + _BETWEEN):
         if poller.over():
+            (state,) = poller.states()
+            if state.kind in ("cancelled", "done"):  # by a person, or by settings of an experiment of the user's own
+                report(f"{run.name} is {state.kind} after {len(kills)} kills")
+                return
             if not kills or next(resumes) > _RESUMES:
-                (state,) = poller.states()
                 raise RunError(f"{run.name} is {state.kind}: {state.complaint}; hpcrl logs {run.name} shows why")
             resume(run)
             poller = RunPoller([run], known_states)

@@ -163,7 +163,8 @@ def first_difference(one: Certificate, other: Certificate) -> tuple[int, str] | 
     for order, kind in enumerate(_KEPT, 1):
         for name in sorted(one[kind].keys() & other[kind].keys()):
             if one[kind][name] != other[kind][name]:
-                step = int(name[1:].partition("u")[0])
+                after, updates, _ = name[1:].partition("u")
+                step = int(after) + bool(updates)  # s000041u2 has a part of step 42
                 found.append((step, order, f"{kind} {name} differ ({one[kind][name]} and {other[kind][name]})"))
                 break
     # weights that a step leaves differ after what it trains

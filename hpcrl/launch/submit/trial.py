@@ -98,6 +98,14 @@ def _require_comparable(label: str, config: Config, first: Config) -> None:
             f"{label}: a trial compares evaluations of the same steps; set trainer.max_steps, trainer.eval_interval above 0, "
             "and trainer.dump_eval_results = true"
         )
+    seeds = {
+        "generator.inference_engine.seed": config.generator.inference_engine.seed,
+        "data.shuffle_seed": config.data.shuffle_seed,
+    }
+    if fixed := [path for path, seed in seeds.items() if seed is not None]:
+        raise ConfigError(
+            f"{label}: the runs of a trial differ by trainer.seed, and {' and '.join(fixed)} would give all the same draws; leave it out"
+        )
     unlike = [str(one) for one in differences(first, config) if one.path.startswith(_EVALUATED_ALIKE)]
     rewards = [one.environment.reward_weights("eval") for one in (first, config)]
     if rewards[0] != rewards[1]:

@@ -14,6 +14,7 @@ from hpcrl.config.difference import flat, value_as_toml
 from hpcrl.config.secrets import masked
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.goodput import account_of
+from hpcrl.observe.report.curves import rounded
 from hpcrl.observe.summary import headline
 from hpcrl.observe.trial.plan import TrialFolder
 from hpcrl.observe.trial.report import describe_trial
@@ -80,9 +81,9 @@ def _row(run: Run, settings: Mapping[str, str], usual: Mapping[str, str], report
         "state": kind,
         "started": attempts[0].started if attempts else None,
         "steps": found.steps,
-        "score": found.eval_last[1] if found.eval_last else None,
-        "first_score": found.eval_first[1] if found.eval_first else None,
-        "loss": found.loss_last[1] if found.loss_last else None,
+        "score": rounded(found.eval_last[1] if found.eval_last else None),
+        "first_score": rounded(found.eval_first[1] if found.eval_first else None),
+        "loss": rounded(found.loss_last[1] if found.loss_last else None),
         "node_hours": account.total / _HOUR if account else None,
         "goodput": account.goodput if account else None,
     }

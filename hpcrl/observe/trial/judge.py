@@ -74,7 +74,7 @@ def due_look(
         return None
     runs = [run for own in active.values() for run in own]
     if all(trial.steps in evaluated[run] or over(run) for run in runs):
-        return trial.steps, 1.0
+        return _last_step(trial, active, evaluated), 1.0
     shares = list[tuple[float, int]]()
     for step in trial.evaluated[:-1]:
         counts = [sum(step in evaluated[run] for run in own) for own in active.values()]
@@ -84,8 +84,17 @@ def due_look(
     return (step, share) if before + LEAST_SHARE <= share <= LATEST_SHARE else None
 
 
+def _last_step(trial: Trial, active: Mapping[str, Sequence[str]], evaluated: Mapping[str, set[int]]) -> int:
+    """Return the newest step that two runs of each recipe have evaluated, where runs failed or `trainer.epochs` ended them; else the last one."""
+    steps = set[int]().union(*(evaluated[run] for own in active.values() for run in own)) - {0}
+    shared = [step for step in steps if all(sum(step in evaluated[run] for run in own) > 1 for own in active.values())]
+    return max(shared, default=trial.steps)
+
+
 def take_looks(folder: TrialFolder, over: Callable[[str], bool] | None = None) -> list[Look]:
     """Take the look that is due, if one is, and return all looks.
+
+    A last look is recorded where it compares the last step. One before it is taken again, as runs that failed may be resumed.
 
     Args:
         over: as of `due_look`; by default by the outcomes of the runs.
@@ -104,6 +113,9 @@ def take_looks(folder: TrialFolder, over: Callable[[str], bool] | None = None) -
     if due := due_look(trial, looks, evaluated, over or ended):
         counted = [name for name in names if due[0] in evaluated[name]]
         look = _look(folder, trial, looks, *due, counted)
+        compares = any(math.isfinite(one.found.low) for one in verdicts(trial, look))
+        if look.last and not (compares and look.step == trial.steps):
+            return [*looks, look]
         try:
             looks.append(folder.write(look))
         except OSError as error:

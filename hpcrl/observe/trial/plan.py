@@ -24,6 +24,7 @@ from hpcrl.rundir.records import as_record, damaged, read_object, with_checksum
 _LOOK = re.compile(r"(\d{6,})\.json", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PLAN = "restore it from a backup: without it the runs are those of a sweep, which nothing compares"
+_LARGEST = 1e100  # whose square is still a number
 _LOOK_LOST = "restore it from a backup; removed, it is taken again, at the scores that there are then"
 
 
@@ -135,9 +136,11 @@ class TrialFolder:
     def _read_look(self, number: int) -> Look:
         path = self.looks / f"{number:06d}.json"
         look = as_record(Look, read_object(path, _LOOK_LOST), path, _LOOK_LOST)
-        values = [value for runs in look.scores.values() if isinstance(runs, dict) for value in runs.values()]
-        if not all(type(value) in (int, float) for value in [*values, *look.earlier.values()]):
+        tables = [look.earlier, *look.scores.values()]
+        if not all(isinstance(one, dict) and all(map(_is_score, one.values())) for one in tables):
             raise damaged(path, "a score is no number", _LOOK_LOST)
+        if not 0.0 <= look.before < look.share <= 1.0:  # else no level belongs to it
+            raise damaged(path, f"share {look.share:g} after {look.before:g}", _LOOK_LOST)
         return look
 
     def write(self, look: Look) -> Look:
@@ -148,6 +151,10 @@ class TrialFolder:
         write_text(beside, with_checksum(asdict(look))[0])
         place(beside, target)
         return self._read_look(look.number)
+
+
+def _is_score(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def write_plan(folder: Path, trial: Trial) -> None:

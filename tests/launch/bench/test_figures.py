@@ -17,11 +17,12 @@ from hpcrl.launch.bench.figures import Figure, bench_report, judged
 from hpcrl.launch.bench.folder import Bench, Kill, Nodes, Planned
 from hpcrl.launch.bench.models import SHAPES, fitting
 from hpcrl.launch.bench.page import bench_page
+from hpcrl.launch.bench.survive import survive
 from hpcrl.launch.manage.registry import all_runs
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
 from hpcrl.rundir.starts import note
 
 NODES = Nodes(
@@ -138,10 +139,19 @@ def test_compare_ends_with_1_where_a_figure_is_worse(
     assert "better by 33.3%" in capsys.readouterr().out
     assert main(["bench", "compare", before, after]) == 1
     assert "worse by 25.0%" in capsys.readouterr().out
-    for content in ("[1]", '{"figures": [{}]}', "{", "[" * 100_000):
+    strange = [json.dumps({"figures": [report["figures"][0] | own]}) for own in ({"key": []}, {"value": 10**400})]
+    for content in ("[1]", '{"figures": [{}]}', '{"figures": [[1]]}', "{", "[" * 100_000, *strange):
         paths[0].write_text(content)
         assert main(["bench", "compare", before, after]) == 4
         assert "is no report of hpcrl bench" in capsys.readouterr().err
+
+
+def test_a_run_that_a_person_cancels_stays_cancelled(run: Run) -> None:
+    report_outcome(run, 2, "cancelled", "by hand", "hpcrl cancel")
+    lines = list[str]()
+    survive(run, Bench.of(run), 60.0, lines.append)
+    assert lines == ["b is cancelled after 0 kills"]
+    assert len(read_attempts(run)) == 2
 
 
 def test_report_writes_both_files_and_names_damage(

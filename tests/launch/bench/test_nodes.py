@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.cli.main import main
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.bench import kill
 from hpcrl.launch.bench.experiment import make_experiment
@@ -54,6 +55,26 @@ def test_what_the_ranks_print_is_in_the_error(tmp_path: Path) -> None:
     )
     with pytest.raises(RunError, match=f"(?s)the nodes could not be measured .*{tmp_path}/none"):
         measure_nodes(bench, config, 2, local=True)
+
+
+def test_a_bench_that_gets_no_nodes_leaves_its_log_and_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sbatch", "srun"):
+        (tmp_path / name).write_text(
+            f"#!/bin/sh\necho \"$@\" > {tmp_path}/{name}.words\necho 'no such partition' >&2\nexit 1\n"
+        )
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["bench", f"slurm.root={tmp_path}", "slurm.gpus_per_node=8", "trainer.run_name=b", "--minutes", "15"]
+    assert main(words) == 5
+    assert "--time=15 " in (tmp_path / "srun.words").read_text()
+    assert "no such partition" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / ".bench" / "bench" / "b").iterdir()) == [
+        "bench.toml",
+        "nodes.log",
+        "prompts.jsonl",
+    ]
 
 
 def test_an_experiment_is_made_once_and_of_one_request(tmp_path: Path) -> None:

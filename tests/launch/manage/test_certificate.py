@@ -91,6 +91,14 @@ def test_the_first_difference(
     assert "given: configuration: trainer.seed: 42 and 3" in told
 
 
+def test_a_checkpoint_within_a_step_differs_by_that_step() -> None:
+    nothing = {"steps": [], "weights": {}, "checkpoints": {}}
+    one, other = ({**nothing, "checkpoints": {"s000041u2": digest}} for digest in ("a", "b"))
+    found = first_difference(one, other)
+    assert found is not None
+    assert found[0] == 42
+
+
 def test_a_certificate_is_checked_and_compared_without_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
