@@ -116,12 +116,19 @@ def _orthogonal(updates: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Te
 
 
 def _group_of(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that share a tensor; None: this one has all of it."""
+    """Return the ranks that share the matrices of a tensor; None: this one has its matrices whole, though others may have more experts."""
+    dimension = _dimension_of_ranks(tensor)
+    return tensor.device_mesh.get_group(dimension) if isinstance(tensor, DTensor) and dimension is not None else None
+
+
+def _dimension_of_ranks(tensor: Any) -> int | None:
+    """Return the dimension of a tensor's mesh whose ranks share its matrices."""
     if not isinstance(tensor, DTensor):
         return None
-    dimensions = [number for number, each in enumerate(tensor.placements) if isinstance(each, Shard)]
-    groups = [tensor.device_mesh.get_group(number) for number in dimensions]
-    return next((group for group in groups if group.size() > 1), None)
+    for number, each in enumerate(tensor.placements):
+        if isinstance(each, Shard) and each.dim >= tensor.ndim - 2 and tensor.device_mesh.size(number) > 1:
+            return number
+    return None
 
 
 def _divided(updates: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -146,12 +153,13 @@ def _divided(updates: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[
 
 
 def _along(tensor: Any) -> int:
-    return next(each.dim for each in tensor.placements if isinstance(each, Shard))
+    return tensor.placements[_dimension_of_ranks(tensor)].dim
 
 
 def _shapes(tensor: torch.Tensor, ranks: int) -> list[list[int]]:
     """Return the shape of each rank's part of a tensor: equally many rows, the last ones the rest."""
-    along, shape = _along(tensor), list(tensor.shape)
-    rows, each = shape[along], -(-shape[along] // ranks)
+    along, shape = _along(tensor), list(local(tensor).shape)
+    rows = tensor.shape[along]
+    each = -(-rows // ranks)
     held = [max(0, min(each, rows - number * each)) for number in range(ranks)]
     return [[*shape[:along], count, *shape[along + 1 :]] for count in held]
