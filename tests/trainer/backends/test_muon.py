@@ -103,6 +103,16 @@ def test_matrices_or_the_rest_can_be_all_that_is_trained(layer: nn.Module, momen
     assert all((now != then).any() for now, then in zip(layer.parameters(), before, strict=True))
 
 
+def test_updates_take_the_memory_of_gradients() -> None:
+    layer = nn.Linear(6, 5, bias=False)
+    layer(torch.randn(3, 6)).square().sum().backward()
+    gradient = layer.weight.grad
+    assert gradient is not None
+    before = gradient.clone()
+    make_step(make_optimizer(layer, OptimizerConfig(name="Muon")), 0.1)
+    assert (gradient != before).all()
+
+
 def test_a_run_goes_on_on_fewer_ranks(model_path: Path, alone: World, two: Ranks, tmp_path: Path) -> None:
     run = str(run_of_two(tmp_path / "run", 4, 3).path)
     (tmp_path / "saved").mkdir()

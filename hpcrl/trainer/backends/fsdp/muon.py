@@ -75,7 +75,8 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        return gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
+        # in place: another tensor of each gradient would take the memory that one moment less saves
+        return gradient.lerp_(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -100,6 +101,7 @@ def _orthogonal(updates: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Te
     """Yield the place of each update and this rank's part of its orthogonal factor.
 
     Ranks that share matrices take one each, the largest first: each computes those that it has taken, whole, and sends their parts back.
+    Whole experts stay where they are: a stack of them may be larger than the memory of one rank.
     """
     shared = defaultdict[dist.ProcessGroup | None, list[int]](list)
     for place, update in enumerate(updates):
