@@ -84,7 +84,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "check": {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),
         "data": ("hpcrl.cli.data", "check the rows of datasets: counts, lengths, trained text"),
-        "env": ("hpcrl.cli.env", "list environments, and play one in the terminal"),
+        "env": ("hpcrl.cli.env", "list environments, play one in the terminal, and check tasks of sandboxes"),
         "image": ("hpcrl.cli.image", "store, list and remove images of sandboxes"),
         "completion": ("hpcrl.cli.completion", "print the lines by which a shell completes commands and options"),
         "doctor": ("hpcrl.cli.doctor", "check this cluster, its filesystem and a compute node for a run"),

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from hpcrl.config.difference import Difference, differences, flat
-from hpcrl.config.effects import OTHER_DIRECTORY, OTHER_PLACE
+from hpcrl.config.effects import OTHER_DIRECTORY, OTHER_MOMENTS, OTHER_PLACE, UPDATES
 from hpcrl.config.fields import settings
 from hpcrl.config.root import Config
 from hpcrl.config.sections.tree import ConfigTree
@@ -49,8 +49,11 @@ def _effects() -> dict[str, Effect]:
     return {one.path: one.facts.on_change for one in settings(ConfigTree) if one.facts.on_change}
 
 
-def _effect_between(path: str, old: Config, new: Config) -> Effect:
+def _effect_between(difference: Difference, old: Config, new: Config) -> Effect:
+    path = difference.path
     effect = effect_of(path) or _YOURS
+    if effect is OTHER_MOMENTS and "Muon" not in (difference.left, difference.right):
+        return UPDATES  # AdamW and Adam have the same moments
     one, other = sorted((old.trainer, new.trainer), key=lambda trainer: trainer.strategy)
     if one.strategy == other.strategy:
         return effect
@@ -67,7 +70,7 @@ def changes(old: Config, new: Config) -> list[Change]:
     """Return the differences between an attempt's configuration and that of the next one, refused ones first."""
     found = []
     for difference in differences(old, new):
-        effect = _effect_between(difference.path, old, new)
+        effect = _effect_between(difference, old, new)
         found.append(Change(difference, effect.kind, effect.reason))
     return sorted(found, key=lambda change: ("refused", "warning", "harmless").index(change.kind))
 
@@ -98,7 +101,7 @@ def changes_from_path(saved: Config, new: Config) -> list[Change]:
     """Return the relevant differences between the run that saved a checkpoint and a run that starts from it."""
     found = []
     for difference in differences(saved, new):
-        effect = _effect_between(difference.path, saved, new)
+        effect = _effect_between(difference, saved, new)
         if effect.from_path != "harmless":
             found.append(Change(difference, effect.from_path, effect.reason))
     return found

@@ -25,8 +25,7 @@ def srun(slurm: SlurmConfig, seen: Sequence[str], gpus: int | str, job: Sequence
         wanted = {"gpus-per-node": f"--gpus-per-node={gpus}", "gres": f"--gres=gpu:{gpus}", "none": "--exclusive"}
         options.append(wanted[slurm.gpu_option])
     starter = Starter.of(slurm, seen, bool(gpus))
-    setup = (
-        [] if starter.srun else recorded_setup(slurm.setup)
-    )  # what srun starts in a container has no place outside to run it
+    # what srun starts in a container has no place outside to run it
+    setup = [] if starter.srun else recorded_setup(slurm.setup)
     shell = [*starter.srun, "bash", "-c", "\n".join([*setup, f"exec {starter.python} {arguments}"])]
     return ["srun", *job, *options, *shell]

@@ -27,7 +27,7 @@ from hpcrl.observe.trial.watch import main as watch
 from hpcrl.observe.trial.watch import trial_process
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import report_outcome
+from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.records import append_text
 from hpcrl.runtime.signals import stop_asked, stop_cause
 from tests.paths import CONFIGS, QUICKSTART
@@ -195,7 +195,11 @@ def test_the_last_look_waits_for_runs_and_not_for_failed_ones(folder: TrialFolde
     assert due_look(trial, [], done, set[str]().__contains__) is None
     assert due_look(trial, [], done, {"t.bad-2"}.__contains__) == (20, 1.0)
     scored(folder, 20, good=GOOD, bad=BAD[:2])
-    report_outcome(folder.run("t.bad-2"), 1, "cancelled", "by hand", "hpcrl cancel")
+    late = folder.run("t.bad-2")
+    for attempt in (1, 2):
+        open_attempt(late, str(attempt), ["n1"])
+        assert take_looks(folder) == [], "it trains, though its first attempt was cancelled"
+        report_outcome(late, attempt, "cancelled", "by hand", "hpcrl cancel")
     (look,) = take_looks(folder)
     assert look.last
     assert [len(look.of(name)) for name in ("good", "bad")] == [3, 2]

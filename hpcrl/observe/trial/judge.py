@@ -18,7 +18,7 @@ from hpcrl.observe.trial.plan import Look, Trial, TrialFolder, scores_by_recipe
 from hpcrl.observe.trial.statistics import RecipeDifference, difference, level_of_look, seeds_needed
 from hpcrl.rundir.commit import children, read_json
 from hpcrl.rundir.layout import Run, version_of
-from hpcrl.rundir.ledger import read_outcome
+from hpcrl.rundir.ledger import read_attempts, read_outcome
 
 LEAST_SHARE = 0.2
 """Of all training of a trial that lies between two looks at least."""
@@ -107,8 +107,11 @@ def take_looks(folder: TrialFolder, over: Callable[[str], bool] | None = None) -
     evaluated = {name: steps_evaluated(folder.run(name)) for name in names}
 
     def ended(name: str) -> bool:
-        outcome = read_outcome(folder.run(name))
-        return outcome is not None and outcome.final
+        run = folder.run(name)
+        outcome = read_outcome(run)
+        if outcome is None or not outcome.final:
+            return False
+        return all(attempt.number <= outcome.attempt for attempt in read_attempts(run))  # it may have been resumed
 
     if due := due_look(trial, looks, evaluated, over or ended):
         counted = [name for name in names if due[0] in evaluated[name]]

@@ -24,8 +24,21 @@ def matrices() -> list[torch.Tensor]:
 def sharded(world: World, options: dict[str, Any]) -> None:
     """Write the orthogonal factors of matrices that the ranks share, uneven ones and stacks too."""
     mesh = init_device_mesh("cpu", (world.size,))
-    updates = [distribute_tensor(each, mesh, [Shard(each.ndim - 2)]) for each in matrices()]
+    written(world, options, [distribute_tensor(each, mesh, [Shard(each.ndim - 2)]) for each in matrices()])
+
+
+def experts(world: World, options: dict[str, Any]) -> None:
+    """Write the orthogonal factors of a stack whose experts the ranks share, and would shard within each as FSDP2 does."""
+    mesh = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("shards", "experts"))
+    written(world, options, [distribute_tensor(stack(), mesh, [Shard(1), Shard(0)])])
+
+
+def stack() -> torch.Tensor:
+    return torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(4))
+
+
+def written(world: World, options: dict[str, Any], updates: list[torch.Tensor]) -> None:
     parts = dict(_orthogonal(updates))
-    every = world.all_gather(lambda: [parts[place].float().tolist() for place in range(len(SHAPES))])
+    every = world.all_gather(lambda: [parts[place].float().tolist() for place in range(len(updates))])
     if world.first:
         Path(options["out"]).write_text(json.dumps(every))

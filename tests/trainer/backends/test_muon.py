@@ -18,7 +18,7 @@ from hpcrl.trainer.backends.fsdp.optimizer import make_optimizer, make_step
 from hpcrl.trainer.backends.reference import forget_moments
 from hpcrl.trainer.distributed import World
 from tests.planning.memory_scenarios import held_by
-from tests.trainer.backends.muon_scenarios import matrices
+from tests.trainer.backends.muon_scenarios import matrices, stack
 from tests.trainer.kernels.scenarios import stopped
 from tests.trainer.material import run_of_two
 from tests.trainer.ranks import Ranks
@@ -82,6 +82,35 @@ def test_ranks_that_share_matrices_compute_them_whole(two: Ranks, tmp_path: Path
         pieces = [torch.tensor(each[place]) for each in parts]
         found = torch.cat([piece for piece in pieces if piece.numel()], matrix.ndim - 2)
         torch.testing.assert_close(found, orthogonal(matrix.bfloat16()).float(), rtol=0, atol=0)
+
+
+def test_ranks_that_share_experts_compute_their_own(two: Ranks, tmp_path: Path) -> None:
+    two.play([("backends.muon_scenarios:experts", {"out": str(tmp_path / "parts")})])
+    found = torch.tensor([part for (part,) in json.loads((tmp_path / "parts").read_text())]).flatten(0, 1)
+    torch.testing.assert_close(found, orthogonal(stack()).float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "moments"),
+    [(nn.Linear(6, 5, bias=False), {"momentum_buffer"}), (nn.LayerNorm(6), {"step", "exp_avg", "exp_avg_sq"})],
+)
+def test_matrices_or_the_rest_can_be_all_that_is_trained(layer: nn.Module, moments: set[str]) -> None:
+    optimizer = make_optimizer(layer, OptimizerConfig(name="Muon"))
+    before = [each.detach().clone() for each in layer.parameters()]
+    layer(torch.randn(3, 6)).square().sum().backward()
+    make_step(optimizer, 0.1)
+    assert {name for state in optimizer.state.values() for name in state} == moments
+    assert all((now != then).any() for now, then in zip(layer.parameters(), before, strict=True))
+
+
+def test_updates_take_the_memory_of_gradients() -> None:
+    layer = nn.Linear(6, 5, bias=False)
+    layer(torch.randn(3, 6)).square().sum().backward()
+    gradient = layer.weight.grad
+    assert gradient is not None
+    before = gradient.clone()
+    make_step(make_optimizer(layer, OptimizerConfig(name="Muon")), 0.1)
+    assert (gradient != before).all()
 
 
 def test_a_run_goes_on_on_fewer_ranks(model_path: Path, alone: World, two: Ranks, tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        return gradient.lerp(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
+        # in place: another tensor of each gradient would take the memory that one moment less saves
+        return gradient.lerp_(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -100,6 +101,7 @@ def _orthogonal(updates: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Te
     """Yield the place of each update and this rank's part of its orthogonal factor.
 
     Ranks that share matrices take one each, the largest first: each computes those that it has taken, whole, and sends their parts back.
+    Whole experts stay where they are: a stack of them may be larger than the memory of one rank.
     """
     shared = defaultdict[dist.ProcessGroup | None, list[int]](list)
     for place, update in enumerate(updates):
@@ -116,12 +118,19 @@ def _orthogonal(updates: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Te
 
 
 def _group_of(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that share a tensor; None: this one has all of it."""
+    """Return the ranks that share the matrices of a tensor; None: this one has its matrices whole, though others may have more experts."""
+    dimension = _dimension_of_ranks(tensor)
+    return tensor.device_mesh.get_group(dimension) if isinstance(tensor, DTensor) and dimension is not None else None
+
+
+def _dimension_of_ranks(tensor: Any) -> int | None:
+    """Return the dimension of a tensor's mesh whose ranks share its matrices."""
     if not isinstance(tensor, DTensor):
         return None
-    dimensions = [number for number, each in enumerate(tensor.placements) if isinstance(each, Shard)]
-    groups = [tensor.device_mesh.get_group(number) for number in dimensions]
-    return next((group for group in groups if group.size() > 1), None)
+    for number, each in enumerate(tensor.placements):
+        if isinstance(each, Shard) and each.dim >= tensor.ndim - 2 and tensor.device_mesh.size(number) > 1:
+            return number
+    return None
 
 
 def _divided(updates: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -146,12 +155,13 @@ def _divided(updates: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[
 
 
 def _along(tensor: Any) -> int:
-    return next(each.dim for each in tensor.placements if isinstance(each, Shard))
+    return tensor.placements[_dimension_of_ranks(tensor)].dim
 
 
 def _shapes(tensor: torch.Tensor, ranks: int) -> list[list[int]]:
     """Return the shape of each rank's part of a tensor: equally many rows, the last ones the rest."""
-    along, shape = _along(tensor), list(tensor.shape)
-    rows, each = shape[along], -(-shape[along] // ranks)
+    along, shape = _along(tensor), list(local(tensor).shape)
+    rows = tensor.shape[along]
+    each = -(-rows // ranks)
     held = [max(0, min(each, rows - number * each)) for number in range(ranks)]
     return [[*shape[:along], count, *shape[along + 1 :]] for count in held]

@@ -26,7 +26,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
     matrices = matrices_of(model)
     adam = make_adam([each for each in trained if each not in matrices], settings)
     assert isinstance(adam, torch.optim.Adam), "rules refuse moments of fewer bits"
-    return Muon([each for each in trained if each in matrices], adam, settings.muon_momentum)
+    moved = [each for each in trained if each in matrices]
+    return Muon(moved, adam, settings.muon_momentum) if moved else adam
 
 
 def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -39,7 +40,7 @@ def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.o
     }
     if settings.moments is None:
         return torch.optim.Adam(
-            trained,
+            [{"params": trained}],  # Muon may leave it none, which a bare list must not be
             **options,
             decoupled_weight_decay=settings.name != "Adam",
             fused=settings.implementation == "fused",

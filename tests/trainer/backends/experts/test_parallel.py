@@ -103,6 +103,24 @@ def test_what_ranks_cannot_share_is_refused() -> None:
 
 
 @pytest.mark.faults_slow
+def test_muon_moves_experts_that_ranks_share(tmp_path: Path, mixture: Path, two: Ranks, alone: World) -> None:
+    """And goes on with whole ones, from whose momentum they are divided again."""
+    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
+    make_batch(run, 3, GROUPS, SIZE)
+    policy = {"optimizer_config": {"name": "Muon"}}
+    options = {"model": str(mixture), "run": str(run.path), "out": str(tmp_path), "policy": policy}
+    two.play([("backends.experts.scenarios:lives", options)])
+    engine = scenarios.make_engine(alone, str(mixture), {"trainer": {"policy": policy}})
+    begun = scenarios.parameters(engine)
+    scenarios.train_steps(engine, run, range(1, 4), {"micro": 2})
+    trained = scenarios.parameters(engine)
+    for name, value in load_file(tmp_path / "lives.safetensors").items():
+        if "experts" in name:
+            moved = (trained[name] - begun[name]).norm()
+            assert (value - trained[name]).norm() < 0.02 * moved, name
+
+
+@pytest.mark.faults_slow
 def test_four_ranks(tmp_path: Path, mixture: Path) -> None:
     run = run_of_two(tmp_path / "run", GROUPS, SIZE)
     options = {"model": str(mixture), "run": str(run.path), "out": str(tmp_path), "variants": {**FOUR, "bf16": BF16}}
