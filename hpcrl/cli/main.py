@@ -24,6 +24,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start": {
         "init": ("hpcrl.cli.init", "write an experiment to change: settings, rows, and a reward or an environment"),
         "submit": ("hpcrl.cli.submit", "start a run, or a sweep, from TOML files"),
+        "trial": ("hpcrl.cli.trial", "run recipes over seeds, compare them while they run, and print the verdict"),
         "plan": (
             "hpcrl.cli.plan",
             "print the nodes and rank groups of a run, and their memory; starts nothing",
@@ -63,7 +64,6 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
         "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine"),
-        "trial": ("hpcrl.cli.trial", "run recipes over seeds, compare them while they run, and print the verdict"),
         "compare": ("hpcrl.cli.compare", "test whether two evaluations of the same prompts differ, and show where"),
         "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (
