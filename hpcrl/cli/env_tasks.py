@@ -106,7 +106,8 @@ def _check(arguments: argparse.Namespace) -> int:
     tasks = list(_tasks(arguments))
     expect_sandboxes()
     count = broken = unsolved = 0
-    with local_sandboxes(root, jobs, network=network) as sandboxes, ThreadPoolExecutor(jobs) as pool:
+    # an interrupt ends the sandboxes first, and with them what the threads wait for
+    with ThreadPoolExecutor(jobs) as pool, local_sandboxes(root, jobs, network=network) as sandboxes:
         for one, found, seconds in pool.map(checked, tasks):
             count, broken = count + 1, broken + bool(found.problem)
             unsolved += found.solved is None and not found.problem

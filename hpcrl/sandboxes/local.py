@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpcrl.envs.tools.http import Fixed
 from hpcrl.envs.tools.sandboxes import Sandboxes
+from hpcrl.errors import ServiceError
 from hpcrl.runtime.http_server import Bearer, bind
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.sandboxes.images import MOUNT_POINTS, ImageStore
@@ -27,22 +28,28 @@ _LEASE_S = 600.0
 @contextmanager
 def local_sandboxes(root: Path, most: int, *, network: bool = False) -> Iterator[Sandboxes]:
     """Serve sandboxes of the images of a root of runs, from the first one that is asked for; all end with the block, and their snapshots with
-    them.
+    them. Threads that still wait for one get a ServiceError then.
 
     Args:
         most: sandboxes at a time.
         network: whether each image may have the network of this machine.
     """
-    lock, servers = threading.Lock(), list[Fixed]()
+    lock, servers, over = threading.Lock(), list[Fixed](), threading.Event()
     with ExitStack() as stack:
 
         def serving() -> list[Fixed]:
             with lock:
+                if over.is_set():
+                    raise ServiceError("the sandboxes of this command have ended")
                 if not servers:
                     servers.append(stack.enter_context(_serving(root, most, network)))
             return servers
 
-        yield Sandboxes(serving)
+        try:
+            yield Sandboxes(serving)
+        finally:
+            with lock:
+                over.set()
 
 
 def expect_sandboxes() -> None:

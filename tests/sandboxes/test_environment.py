@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from hpcrl.types import Prompt, Work
 from tests.golden.adapters.rollout import Engine, Letters
 from tests.paths import ROOT
 from tests.sandboxes.material import make_rootfs
+from tests.sandboxes.test_images import docker_archive
 
 PAGE = ROOT / "docs" / "environments" / "sandbox.md"
 ROW = json.loads(rows_of("sandbox").read_text().splitlines()[0])
@@ -40,7 +43,12 @@ def sandboxes(user: Path) -> Iterator[Sandboxes]:
     temporary.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(temporary))
-        ImageStore(root).add("python", make_rootfs(user / "rootfs"))
+        rootfs, packed = make_rootfs(user / "rootfs"), io.BytesIO()
+        (rootfs / "srv").mkdir()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            tar.add(rootfs, ".")
+        ImageStore(root).add("python", rootfs)
+        ImageStore(root).add("placed", docker_archive(user / "placed.tar", packed.getvalue()))
         with local_sandboxes(root, 3) as served:
             yield served
         assert not list(temporary.iterdir()), "it has left something"
@@ -92,12 +100,23 @@ def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None
     assert shell(one, "echo on").endswith("\non"), "its directory is gone"
     assert shell(one, "pwd; PWD=/$(python3 -c 'print(\"x\" * 9000)')") == "/"
     assert shell(one, "pwd") == "/", "no program chooses a path that long"
+    assert shell(one, "cd /work; trap - EXIT; echo /no/path >&3") == "/no/path", "its shell ends without its directory"
+    assert shell(one, "pwd") == "/"
     long = shell(one, "i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i + 1)); done")
     assert long.startswith("line 0\n")
     assert long.endswith("line 2999")
     assert "characters are left out" in long
     assert len(long) < tools.CHARACTERS + 100
     assert shell(one, "cat /dev/zero").endswith("(ended: output)")
+
+
+def test_work_goes_on_without_the_directory_of_the_image(make: Make) -> None:
+    one = make({**ROW, "image": "placed", "directory": None})
+    assert shell(one, "pwd") == "/srv"
+    assert shell(one, "cd /; rm -r /srv; mkdir /a") == "(no output)"
+    assert shell(one, "pwd; cd /a") == "/"
+    assert answer(one.step(call("edit", path="b", old="", new="x"))) == "b is written"
+    assert shell(one, "pwd; cat b") == "/a\nx"
 
 
 def test_files_are_shown_and_changed(make: Make) -> None:
@@ -169,7 +188,11 @@ def test_tests_decide_in_a_fresh_sandbox(make: Make) -> None:
         ({"command": "echo 0.25 > /logs/verifier/reward.txt", "scoring": "file"}, 0.25, {}),
         ({"command": "echo 7 > /logs/verifier/reward.txt; echo '{\"a\": 1}' > /logs/verifier/reward.json", "scoring": "file"}, 7.0, {}),
         ({"command": "echo '{\"reward\": 0.5, \"speed\": 3}' > /logs/verifier/reward.json", "scoring": "file"}, 0.5, {"speed": 3.0}),
-        ({"command": "echo nan > /logs/verifier/reward.txt", "scoring": "file"}, 0.0, {}),
+        (
+            {"command": "cd /logs/verifier; echo nan > reward.txt; python3 -c 'import json; print(json.dumps(dict(reward=10**400)))' > reward.json", "scoring": "file"},
+            0.0,
+            {},
+        ),
         ({"command": "ln -s /etc /logs/verifier/reward.txt", "scoring": "file"}, 0.0, {}),
         ({"command": "echo PASSED t.py::a; echo FAILED t.py::b - no", "scoring": "cases"}, 0.0, {"cases": 0.5}),
         (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from hpcrl.envs.terminal.swe import Repositories, read_swe_row
 from hpcrl.envs.terminal.task import TaskScript, TaskTests, TerminalTask, task_of
 from hpcrl.errors import DataError
 from hpcrl.sandboxes.images import ImageStore
-from tests.sandboxes.material import make_rootfs
+from tests.sandboxes.material import count_processes, make_rootfs
 
 NO_IMAGES, REPOSITORIES = ImageNames(), Repositories()
 
@@ -238,6 +241,13 @@ def test_outcomes_of_real_programs(tmp_path: Path) -> None:
     assert sorted(found["unittest"].values()) == [False, True]
 
 
+def test_output_of_a_policy_is_read_in_linear_time() -> None:
+    begun = time.thread_time()
+    assert outcomes("a::" * 60_000) == {}
+    assert outcomes("PASSED " + "a:" * 60_000 + "\n" + "x ... ok " * 60_000 + "y") == {}
+    assert time.thread_time() - begun < 10
+
+
 def test_check_names_the_broken_tasks(root: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks = place / "tasks"
     harbor(tasks / "a-good", GOOD)
@@ -276,6 +286,28 @@ def test_check_names_the_broken_tasks(root: Path, place: Path, capsys: pytest.Ca
     ):
         assert line.startswith(expected)
     assert "there is no image 'other'" in lines[6]
+
+
+def test_an_interrupted_check_ends_with_its_sandboxes(root: Path, place: Path) -> None:
+    harbor(place / "tasks" / "a", "sleep 209.25")
+
+    def interrupt() -> None:
+        while not count_processes("sleep\000209.25") and not ended.wait(0.1):
+            pass
+        if not ended.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    ended, begun = threading.Event(), time.monotonic()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            main(["env", "check", str(place / "tasks"), "--image", "*=box", "--root", str(root)])
+    finally:
+        ended.set()
+        thread.join()
+    assert time.monotonic() - begun < 150
+    assert not count_processes("sleep\000209.25")
 
 
 def test_rows_are_a_dataset_that_can_be_played(

@@ -176,7 +176,7 @@ def _of_files(sandbox: SandboxClient) -> tuple[float | None, dict[str, float]]:
             content = sandbox.read(f"{LOGS}/{name}")
             if len(content) <= _LONGEST_REWARD:
                 return read(content)
-        except (SandboxError, ValueError, RecursionError):  # no such file, or no number in it
+        except (SandboxError, ValueError, OverflowError, RecursionError):  # no such file, or no number in it
             continue
     return None, {}
 

@@ -96,7 +96,9 @@ class Workplace:
             raise CallError("expected more than 0 seconds")
         mark, self.changed = secrets.token_hex(8), True
         ran = self._ran(["sh", "-c", _SHELL, command, self._place(), mark], limit)
-        rest, _, directory = ran.stderr.decode(errors="replace").rpartition(mark)
+        rest, ended, directory = ran.stderr.decode(errors="replace").rpartition(mark)
+        if not ended:  # the shell was killed, or replaced
+            rest, directory = directory, ""
         if directory.startswith("/") and len(directory) <= _LONGEST_PATH and "\0" not in directory:
             self.directory = directory
         lines = [clipped((ran.stdout.decode(errors="replace") + rest).rstrip("\n")), _note(ran, limit)]
@@ -159,13 +161,13 @@ class Workplace:
     def _place(self) -> str:
         """Return the working directory, of the image where nothing else has been chosen."""
         if self.directory is None:
-            self.directory = (
-                self._ran(["sh", "-c", "pwd"], _LOOK_SECONDS).stdout.decode(errors="replace").strip() or "/"
-            )
+            ran = self._ran(["sh", "-c", "pwd"], _LOOK_SECONDS, None)
+            self.directory = ran.stdout.decode(errors="replace").strip() or "/"
         return self.directory
 
-    def _ran(self, command: list[str], seconds: float) -> RunResult:
-        return self.sandbox.run(command, seconds, most=_MOST_OUTPUT)
+    def _ran(self, command: list[str], seconds: float, directory: str | None = "/") -> RunResult:
+        """Run a program; it begins in the root of files, as the policy may have removed any other directory, or in that of the image for None."""
+        return self.sandbox.run(command, seconds, directory=directory, most=_MOST_OUTPUT)
 
 
 def asked(call: str) -> tuple[str, dict[str, Any]]:
