@@ -339,6 +339,7 @@ def _write(message: Message, stream: int) -> Message:
         while left:
             left = left[os.write(target, left) :]
     os.fchmod(target, message["mode"])
+    os.close(target)  # before the answer: a program that is open for writing cannot begin
     return {}
 
 

@@ -35,8 +35,9 @@ def test_a_sandbox_of_an_environment(serving: Callable[..., Any]) -> None:
         )
         assert one.read("/a/program").startswith(b"#!/bin/sh")
         for wrong in (lambda: one.read("/nothing"), lambda: one.write("relative", b""), lambda: one.run([], 1.0)):
-            with pytest.raises(SandboxError):
+            with pytest.raises(SandboxError) as refused:
                 wrong()
+            assert "127.0.0.1" not in str(refused.value), "a policy may be shown it"
         digest = one.snapshot()
         one.end()
         one.end()
@@ -50,8 +51,9 @@ def test_a_sandbox_of_an_environment(serving: Callable[..., Any]) -> None:
 def test_what_no_server_starts_is_an_error_at_once(serving: Callable[..., Any]) -> None:
     with serving() as node:
         for wrong, said in (({"image": "other"}, "no image"), ({"image": "tiny", "network": True}, "have no network")):
-            with pytest.raises(SandboxError, match=said):
+            with pytest.raises(SandboxError, match=said) as refused:
                 sandboxes_of(node._url).start(**wrong)
+            assert "127.0.0.1" not in str(refused.value)
 
 
 def test_full_and_dead_servers_are_passed_over(serving: Callable[..., Any]) -> None:

@@ -28,7 +28,7 @@ from hpcrl.sandboxes.local import local_sandboxes
 from hpcrl.types import Prompt, Work
 from tests.golden.adapters.rollout import Engine, Letters
 from tests.paths import ROOT
-from tests.sandboxes.material import make_rootfs
+from tests.sandboxes.material import PATIENCE_S, make_rootfs
 from tests.sandboxes.test_images import docker_archive
 
 PAGE = ROOT / "docs" / "environments" / "sandbox.md"
@@ -246,6 +246,15 @@ def test_another_process_goes_on_from_a_state(make: Make) -> None:
         make(ROW, begin=False).resume(state.replace(json.loads(state)["snapshot"], "0" * 64))
     with pytest.raises(DataError, match="expected the state of an episode"):
         make(ROW, begin=False).resume('{"snapshot": 1}')
+
+
+def test_tests_get_what_programs_in_the_background_have_written(make: Make) -> None:
+    one = make(judged_by("test -e /late"))
+    assert shell(one, "(while test ! -e /go; do sleep 0.1; done; echo > /late) > /dev/null 2>&1 &") == "(no output)"
+    one.state()
+    one._working().sandbox.write("/go", b"")
+    one._working().sandbox.run(["sh", "-c", "while test ! -e /late; do sleep 0.1; done"], PATIENCE_S)
+    assert one.step(call("submit")).reward == 1.0
 
 
 def test_a_lost_sandbox_begins_again_where_nothing_is_lost(make: Make) -> None:

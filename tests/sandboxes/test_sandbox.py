@@ -261,3 +261,10 @@ def test_a_node_that_runs_out_of_memory_files(start: Start) -> None:
     with pytest.raises(SandboxError, match="No space left"):
         one.write("/y", bytes(1 << 20))
     assert shell(one, "rm /x /y; echo room").stdout == b"room\n"
+
+
+def test_a_program_begins_as_soon_as_it_is_written(start: Start) -> None:
+    one = start()
+    for number in range(40):
+        one.write(f"/{number}", b"#!/bin/sh\nexit 3\n", 0o755)
+        assert one.run([f"/{number}"], PATIENCE_S) == Output(3, "", b"", b"")

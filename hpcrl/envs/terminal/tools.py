@@ -85,7 +85,7 @@ class Workplace:
         """
         try:
             return self._tools[name](**arguments)
-        except SandboxError as error:  # whose message has the address of the server
+        except SandboxError as error:
             raise CallError("the sandbox refuses it; is it too long?") from error
 
     def _command(self, command: str, seconds: float | None = None) -> str:

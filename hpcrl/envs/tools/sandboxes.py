@@ -1,7 +1,7 @@
 """Sandboxes of a run, as an environment uses them: started at a server with room, one for each sample (hpcrl/sandboxes/server.py).
 
-After SandboxLost an episode may go on in another sandbox, from its last snapshot; after SandboxError
-it would fail there too.
+After SandboxLost an episode may go on in another sandbox, from its last snapshot. After SandboxError it would fail there too; its text names
+no address, as environments show it to policies.
 """
 
 from __future__ import annotations
@@ -198,11 +198,10 @@ class SandboxClient:
             else:
                 if status == 200:
                     return body
-                why = f"{self.url}{path} answered {status}: {_reason(body)}"
                 if status in _WRONG or (status == _BUSY and time.monotonic() - begun > _BUSY_S):
-                    raise SandboxError(why)
+                    raise SandboxError(f"{path} of a sandbox is refused ({status}): {_reason(body)}")
                 if status != _BUSY:
-                    raise SandboxLost(why)
+                    raise SandboxLost(f"{self.url}{path} answered {status}: {_reason(body)}")
             time.sleep(_FIRST_WAIT_S)
 
 
@@ -218,7 +217,7 @@ def _start_at(server: Peer, content: bytes) -> SandboxClient:
     if not server.is_answer(shown, status, body, given):
         raise _NotHere(f"{url}: what answers there is no server of this run")
     if status in _WRONG:
-        raise SandboxError(f"{url}: {_reason(body)}")
+        raise SandboxError(f"no sandbox starts ({status}): {_reason(body)}")
     if status != 200:
         raise _NotHere(f"{url} answered {status}: {_reason(body)}")
     found = json.loads(body)
