@@ -168,6 +168,7 @@ def _rank(rank: int, port: int, request: Mapping[str, Any]) -> NoReturn:
     for descriptor, name in enumerate((os.devnull, "out", "err")):
         path = Path(request["folder"], name)
         os.dup2(os.open(path, (os.O_WRONLY | os.O_APPEND) if descriptor else os.O_RDONLY), descriptor)
+    faulthandler.enable()  # a rank that ends by a fault of native code leaves its stack
     if request["limit_s"]:
         faulthandler.dump_traceback_later(request["limit_s"] - 10)  # what hangs, before it is killed
     os.chdir(request["directory"])
