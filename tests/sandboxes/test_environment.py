@@ -33,7 +33,7 @@ from tests.sandboxes.test_images import docker_archive
 
 PAGE = ROOT / "docs" / "environments" / "sandbox.md"
 ROW = json.loads(rows_of("sandbox").read_text().splitlines()[0])
-FILE = f"/work/{ROW['task']}.py"
+FILE = f"/repo/{ROW['task']}.py"
 Make = Callable[..., SandboxEnvironment]
 
 
@@ -92,7 +92,7 @@ def judged_by(command: str, **more: Any) -> dict[str, Any]:
 
 def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None:
     one = make(ROW)
-    assert shell(one, "pwd; mkdir -p /a/b && cd /a/b") == "/work"
+    assert shell(one, "pwd; mkdir -p /a/b && cd /a/b") == "/repo"
     assert shell(one, "pwd; exit 3") == "/a/b\n(exit code 3)"
     assert shell(one, "echo out; echo err >&2; echo out") == "out\nerr\nout"
     assert shell(one, "sleep 600", seconds=0.3) == "(ended: it took more than 0.3 s)"
@@ -100,7 +100,7 @@ def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None
     assert shell(one, "echo on").endswith("\non"), "its directory is gone"
     assert shell(one, "pwd; PWD=/$(python3 -c 'print(\"x\" * 9000)')") == "/"
     assert shell(one, "pwd") == "/", "no program chooses a path that long"
-    assert shell(one, "cd /work; trap - EXIT; echo /no/path >&3") == "/no/path", "its shell ends without its directory"
+    assert shell(one, "cd /repo; trap - EXIT; echo /no/path >&3") == "/no/path", "its shell ends without its directory"
     assert shell(one, "pwd") == "/"
     long = shell(one, "i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i + 1)); done")
     assert long.startswith("line 0\n")
@@ -133,7 +133,7 @@ def test_files_are_shown_and_changed(make: Make) -> None:
     assert edit("a/run", "e", "") == "error: the old text is in a/run 3 times; expected it exactly once"
     assert edit("a/run", "", "x") == "error: a/run exists; expected an old text that is in it"
     assert edit("b", "x", "y") == "error: b does not exist"
-    assert edit("a/run/b", "", "y") == "error: /work/a/run/b cannot be written"
+    assert edit("a/run/b", "", "y") == "error: /repo/a/run/b cannot be written"
     shell(one, "ln -s /etc/release linked")
     assert edit("linked", "tiny", "mine") == "linked is changed in line 1"
     assert shell(one, "cat /etc/release") == "mine", "of the sandbox"
@@ -230,14 +230,14 @@ def test_what_leaves_no_room_for_tests_is_worth_nothing(make: Make) -> None:
 
 def test_another_process_goes_on_from_a_state(make: Make) -> None:
     one = make(ROW, 4)
-    shell(one, "echo mine > /work/kept; cd /tmp")
+    shell(one, "echo mine > /repo/kept; cd /tmp")
     state = one.state()
     assert state is not None
     assert one.state() == state
-    shell(one, "echo later > /work/kept; cd /")
+    shell(one, "echo later > /repo/kept; cd /")
     other = make(ROW, 4, begin=False)
     other.resume(state)
-    assert shell(other, "pwd; cat /work/kept") == "/tmp\nmine"
+    assert shell(other, "pwd; cat /repo/kept") == "/tmp\nmine"
     shell(other, "true")
     turn = other.step(call("shell", command="true"))
     assert turn.done, "the fourth turn, of which one was before"
@@ -260,13 +260,13 @@ def test_tests_get_what_programs_in_the_background_have_written(make: Make) -> N
 def test_a_lost_sandbox_begins_again_where_nothing_is_lost(make: Make) -> None:
     one = make(ROW)
     one._working().sandbox.end()
-    assert shell(one, f"cat {FILE}; echo kept > /work/kept").startswith("def ")
+    assert shell(one, f"cat {FILE}; echo kept > /repo/kept").startswith("def ")
     one.state()
     one._working().sandbox.end()
-    assert shell(one, "cat /work/kept; echo more > /work/kept") == "kept"
+    assert shell(one, "cat /repo/kept; echo more > /repo/kept") == "kept"
     one._working().sandbox.end()
     with pytest.raises(UserCodeError, match="lost with its changes"):
-        one.step(call("shell", command="cat /work/kept"))
+        one.step(call("shell", command="cat /repo/kept"))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ _FUNCTION = '''def {name}(x):
 '''
 _TESTED = """import sys
 
-sys.path.insert(0, "/work")
+sys.path.insert(0, "/repo")
 from {name} import {name}
 
 for x in range(-3, 20):
@@ -141,12 +141,12 @@ def sandbox(source: random.Random) -> Row:
     right = f"x * {factor} {operator} {added}"
     wrong = [f"+ {factor} {operator}", f"* {factor + 1} {operator}", f"* {factor} {'+' if operator == '-' else '-'}"]
     names = {"name": name, "factor": factor, "sign": sign, "added": added}
-    path, fixed = f"/work/{name}.py", _FUNCTION.format(**names, bug=f"* {factor} {operator}")
+    path, fixed = f"/repo/{name}.py", _FUNCTION.format(**names, bug=f"* {factor} {operator}")
     task = TerminalTask(
         name=name,
         prompt=_FIX.format(path=path),
         image="python",
-        directory="/work",
+        directory="/repo",
         files={path: _FUNCTION.format(**names, bug=source.choice(wrong)).encode()},
         tests=TaskTests(
             "python3 /tests/test.py", {"/tests/test.py": _TESTED.format(name=name, right=right).encode()}, 60.0
