@@ -33,6 +33,7 @@ from hpcrl.launch.requeue.growth import Growth, choose_growth, grew_lately
 from hpcrl.launch.requeue.policy import decide
 from hpcrl.launch.requeue.prologue import decide_claim
 from hpcrl.launch.requeue.requeue import SOON
+from hpcrl.launch.requeue.roles import RoleTimes, choose_layout, fewest_nodes
 from hpcrl.launch.scheduler import GONE, JobState
 from hpcrl.launch.submit.requests import layouts_of_request
 from hpcrl.rundir.ledger import Attempt, Kind, Outcome
@@ -177,6 +178,11 @@ class Cluster:
         self._running.remove(request)
         self._free += request.nodes
 
+    def keep(self, request: Request, nodes: int) -> None:
+        """Take the other nodes of a running job."""
+        self._free += request.nodes - nodes
+        request.nodes = nodes
+
     def idle(self) -> int:
         """Return the idle nodes; 0 while a job waits for nodes."""
         return 0 if self._waiting() else self._free
@@ -261,6 +267,7 @@ class RunPlay:
         self._owner: Request | None = None
         self._next: Request | None = None
         self._layout = layouts[-1]
+        self._waits: RoleTimes | None = None
         self._stops, self._measured, self._grown = False, dict[int, float](), -math.inf
 
     def submit(self) -> None:
@@ -288,7 +295,9 @@ class RunPlay:
             if other is not request and not other.held and grew_lately(now, self._grown, 60 * times.grow_minutes):
                 other.eligible = self._grown + 60 * times.grow_minutes
                 self._cluster.at(other.eligible, lambda: None)
-        self._layout = layout = layouts_for(self._layouts[request], request.nodes)[-1]
+        self._layout = layout = self._chosen(request)
+        if layout.sizes and layout.nodes < request.nodes:
+            self._cluster.keep(request, layout.nodes)
         number = len(self._attempts) + 1
         job = [*self._layouts].index(request)
         self._attempts.append(Attempt(number, f"{job}.{number}", [f"n{n}" for n in range(layout.nodes)], now, layout.sizes))  # fmt: skip
@@ -303,9 +312,20 @@ class RunPlay:
         if times.grows:
             self._cluster.at(now + times.start_s + LOOK_S, self._look, number)
 
+    def _chosen(self, request: Request) -> AttemptLayout:
+        """Return the layout of an attempt on the nodes of a request, by the waits of the last one that trained enough steps."""
+        fitting, times = layouts_for(self._layouts[request], request.nodes), self._waits
+        if times is None:
+            return fitting[-1]
+        smaller = [layout for layout in self._layouts[request] if layout.nodes < fitting[0].nodes]
+        return fewest_nodes(choose_layout(fitting, times), smaller, times).layout
+
+    def _slower(self, layout: AttemptLayout) -> list[float]:
+        """Return how often as long as on the largest layout each role takes, the trainer first."""
+        return [most / layout.sizes[path] for path, most in self._largest.sizes.items()]
+
     def _step_s(self, layout: AttemptLayout) -> float:
-        slower = [most / layout.sizes[path] for path, most in self._largest.sizes.items()]
-        return self._times.step_s * max(slower, default=1.0)
+        return self._times.step_s * max(self._slower(layout), default=1.0)
 
     def _look(self, number: int) -> None:
         """Let the run grow, if the queue has room and it is worth a restart."""
@@ -361,6 +381,9 @@ class RunPlay:
         if request is None or self._stops or number != len(self._attempts):
             return
         self._stops, step_s = True, self._step_s(layout)
+        if layout.sizes and (self._cluster.now - self._attempts[-1].started - times.start_s) / step_s > MEASURED_STEPS:
+            trains, generates = (slower * times.step_s / step_s for slower in self._slower(layout))
+            self._waits = RoleTimes(layout.sizes, step_s, trains, generates, 1 - trains, 1 - generates)
         save_s = 0.0 if kind == "lost" else times.save_s
         held_s = self._cluster.now + save_s - self._attempts[-1].started
         trained = max(0.0, held_s - save_s - times.start_s) / step_s

@@ -65,11 +65,12 @@ _QUEUED = re.compile(r"(\d+(?:_[^|]+)?)\|([A-Z_]+)\|([^|]*)\|([^|]*)\|(.*)", re.
 _JOB = re.compile(r"\d+(_\d+)?", re.ASCII)
 
 
-def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S) -> str:
+def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S, folder: str | None = None) -> str:
     """Return the output of a Slurm command.
 
     Args:
         patience_s: for how long it is repeated while slurmctld does not answer; reported on the standard error.
+        folder: its working directory; None: this process's own.
 
     Raises:
         SubmitError: it is not there, fails, or gives no answer.
@@ -77,7 +78,7 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
     deadline, reported = time.monotonic() + patience_s, False
     while True:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, cwd=folder)
         except FileNotFoundError:
             raise not_here(command[0]) from None
         except subprocess.TimeoutExpired:

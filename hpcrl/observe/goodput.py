@@ -272,7 +272,7 @@ def _account(run: Run, history: _History, spans: Mapping[str, Sequence[Span]], s
         attempt, after, end = history.attempt(one), history.after(one), _end(one, history.attempt(one), spans)
         start = max(one.start, since)
         held += [
-            Held(attempt, _role(one, node.role), start, max(start, end), node.devices, after, node.lends)
+            Held(attempt, _role(one, node.role), start, max(start, node.until or end), node.devices, after, node.lends)
             for node in one.hosts
         ]
         if not one.pool:

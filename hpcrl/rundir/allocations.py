@@ -39,12 +39,14 @@ class AllocatedNode:
         devices: of each device the processes that use it, by the names of their timelines; equal shares of the node. The first rank of a
             model stands for all of its ranks.
         lends: the second process of a device has it only while the first one waits long enough (trainer.placement.lend).
+        until: Unix time at which it went back to Slurm before the others; 0: it was held as long as they.
     """
 
     host: str
     role: str
     devices: list[list[str]]
     lends: bool = False
+    until: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class Attempt:
         started: Unix time.
         sizes: of its layout, by the path of the setting, where the configuration has ranges.
         idle: names of nodes that its job has and the layout does not use.
-        why: it has these of several sizes with as many nodes, by what the run measured before; empty where it measured nothing.
+        why: it has these of several sizes, by what the run measured before; empty where it measured nothing.
+        returned: names of nodes that its job had at the start and gave back, because the layout does not use them.
     """
 
     number: int
@@ -48,14 +49,21 @@ class Attempt:
     sizes: dict[str, int] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     why: str = ""
+    returned: list[str] = field(default_factory=list)
+
+    @property
+    def nodes_at_start(self) -> int:
+        return len(self.hosts) + len(self.idle) + len(self.returned)
 
     @property
     def layout(self) -> str:
         """Its nodes and sizes, for people; empty where the configuration has no ranges."""
         if not self.sizes:
             return ""
-        idle, why = f"; idle: {', '.join(self.idle)}" if self.idle else "", f"; {self.why}" if self.why else ""
-        return f"{len(self.hosts)} node(s): {describe_sizes(self.sizes)}{idle}{why}"
+        others = {"idle": self.idle, "given back": self.returned}
+        unused = "".join(f"; {name}: {', '.join(hosts)}" for name, hosts in others.items() if hosts)
+        why = f"; {self.why}" if self.why else ""
+        return f"{len(self.hosts)} node(s): {describe_sizes(self.sizes)}{unused}{why}"
 
     @property
     def job_id(self) -> str:
@@ -167,6 +175,7 @@ def open_attempt(
     sizes: Mapping[str, int] = MappingProxyType({}),
     idle: Sequence[str] = (),
     why: str = "",
+    returned: Sequence[str] = (),
 ) -> Attempt:
     """Append the next attempt; those before it that left no outcome are lost. Called by the agent of node 0 alone."""
     attempts, ended = require_attempts(run), ended_attempts(run)
@@ -174,7 +183,7 @@ def open_attempt(
         if earlier.number not in ended:
             report_outcome(run, earlier.number, "lost", "it ended without a word", "the next attempt")
     number = attempts[-1].number + 1 if attempts else 1
-    attempt = Attempt(number, job, hosts, time.time(), dict(sizes), list(idle), why)
+    attempt = Attempt(number, job, hosts, time.time(), dict(sizes), list(idle), why, list(returned))
     append_text(run.attempts, with_checksum(asdict(attempt))[0] + "\n")
     return attempt
 

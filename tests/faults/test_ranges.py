@@ -98,11 +98,11 @@ def give_other_nodes(scenario: Scenario, run: Run, sizes: Sequence[tuple[int, in
             scenario.wait(lambda n=attempts: len(read_attempts(run)) == n, f"attempt {attempts}", PATIENCE_S, run)
             reach(scenario, run, before + 2)
             shown = f"{taken + others} node(s): policy_num_nodes {taken}"
-            shown += f"; idle: {scenario.nodes[taken + others]}" if offered > taken else ""
+            shown += f"; given back: {scenario.nodes[taken + others]}" if offered > taken else ""
             assert shown in scenario.told("status", run.name)
     wait_for_end(scenario, run)
     assert_reported_once(run)
-    found = [(len([*one.hosts, *one.idle]) - others, one.sizes) for one in read_attempts(run)]
+    found = [(one.nodes_at_start - others, one.sizes) for one in read_attempts(run)]
     assert found == [(offered, {NODES: taken}) for offered, taken in sizes], scenario.report(run)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.agent.held_nodes import HeldNodes
 from hpcrl.launch.agent.idle import await_end
 from hpcrl.launch.agent.start import NodeContext, await_attempt
 from hpcrl.launch.layouts import (
@@ -24,11 +25,13 @@ from hpcrl.launch.layouts import (
     unmeasured_layouts,
     usable_layouts,
 )
+from hpcrl.launch.nodes import make_plan
 from hpcrl.launch.requeue.requeue import HERE
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts, local_executor
 from hpcrl.launch.submit.models import rank_problems
 from hpcrl.launch.submit.submit import submit
 from hpcrl.planning.layouts import memory_problems_apart
+from hpcrl.rundir.allocations import read_allocations
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -248,6 +251,26 @@ def test_the_sizes_of_an_attempt_are_written_down_for_its_processes(tmp_path: Pa
     open_attempt(run, "7_0.1", ["n1", "n2"], {NODES: 1})
     assert [attempt_config(run, number) for number in (1, 2)] == [config.at({NODES: 2}), config.at({NODES: 1})]
     assert attempt_config(run).trainer.placement.policy_ranks == 1
+
+
+def test_nodes_that_the_layout_does_not_use_go_back_to_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scontrol leaves scripts where it is called, and the account has them until then."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\npwd >> {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run, hosts = Run(tmp_path / "run"), ["n1", "n2", "n3", "n4"]
+    run.path.mkdir()
+    layouts = usable_layouts(all_layouts(load(f"{NODES}=1-4")))
+    context = NodeContext(0, hosts, "7_0.0", 0, False)
+    attempt = await_attempt(run, context, layouts)
+    assert (attempt.hosts, attempt.idle, attempt.returned) == (hosts[:3], [], ["n4"])
+    assert attempt.layout == "3 node(s): policy_num_nodes 2; given back: n4"
+    command, folder = (tmp_path / "asked").read_text().splitlines()
+    assert (command, Path(folder).exists()) == ("update JobId=7_0 NodeList=n1,n2,n3", False)
+    HeldNodes(run, context, attempt).assign(make_plan(load(f"{NODES}=2")), lends=False)
+    (allocation,) = read_allocations(run)
+    assert [node.host for node in allocation.hosts] == hosts
+    assert [node.until > 0 for node in allocation.hosts] == [False, False, False, True]
 
 
 def test_an_attempt_of_a_run_without_ranges_has_all_nodes(tmp_path: Path) -> None:

@@ -378,11 +378,11 @@ def main(path: str, sizes: Sizes | None = None, layouts: Sequence[AttemptLayout]
     attempt = await_attempt(run, context, layouts)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
     if context.index >= len(attempt.hosts):  # its errors are none of the attempt
-        if await_end(run, context, attempt):
+        if attempt.idle and await_end(run, context, attempt):
             settle(run, context.job)
         sys.exit(0)
     message, host, agent = "the agent ended without an outcome; its log says why", "", None
-    held = HeldNodes(run, context) if context.index == 0 else None
+    held = HeldNodes(run, context, attempt) if context.index == 0 else None
     try:
         # the other nodes wait for it no longer than a minute
         status = StatusWriter(run, "agent-0", attempt.number) if context.index == 0 else None

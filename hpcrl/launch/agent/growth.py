@@ -41,9 +41,10 @@ class GrowthWatch:
         self, run: Run, config: Config, context: NodeContext, attempt: Attempt, layouts: Sequence[AttemptLayout]
     ) -> None:
         self._run, self._config, self._context, self._attempt = run, config, context, attempt
-        self._layouts, held = layouts, len(context.hosts)
-        self._sizes = sorted({layout.nodes for layout in layouts if layout.nodes > held})
-        self._moves = len(layouts) > 1 and len(layouts_for(layouts, held)) > 1
+        self._layouts, self._hosts = layouts, [*attempt.hosts, *attempt.idle]
+        # it has given back what gains nothing
+        self._sizes = sorted({layout.nodes for layout in layouts if layout.nodes > attempt.nodes_at_start})
+        self._moves = len(layouts) > 1 and len(layouts_for(layouts, len(self._hosts))) > 1
         self._seen = ""
 
     def start(self) -> None:
@@ -108,12 +109,12 @@ class GrowthWatch:
 
     def _possible(self, measures: AttemptMeasures, larger: Sequence[int], left_s: float) -> Growth | None:
         """Return the growth to nodes that Slurm would give the job at once, beside those in hand; None: to none."""
-        if others_wait(self._context.hosts, recorded_requests(self._run).values()):
+        if others_wait(self._hosts, recorded_requests(self._run).values()):
             return None
         found = queue(0.0).get(self._context.job_id)
         if found is None or not found.script:
             return None
-        return measures.growth(_room(found.script, larger, len(self._context.hosts)), left_s)
+        return measures.growth(_room(found.script, larger, len(self._hosts)), left_s)
 
 
 def _room(script: str, sizes: Sequence[int], held: int) -> list[int]:

@@ -11,26 +11,30 @@ from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.allocations import LEFT_OVER, RENEW_S, AllocatedNode, new_allocation, write_allocation
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt
 
 
 class HeldNodes:
     """Nodes of one start of a job; its record begins before the roles of the nodes are known. One agent of the job has it.
 
     Args:
-        pool: the job is an element of an elastic pool.
+        attempt: which may have returned some of the nodes to Slurm; None: the job is an element of an elastic pool.
     """
 
-    def __init__(self, run: Run, context: NodeContext, *, pool: bool = False) -> None:
-        self._run, self._hosts = run, context.hosts
-        nodes = [AllocatedNode(host, "node", []) for host in context.hosts]
-        self._record = new_allocation(run, context.job, nodes, pool=pool)
+    def __init__(self, run: Run, context: NodeContext, attempt: Attempt | None) -> None:
+        self._run = run
+        self._hosts = [*attempt.hosts, *attempt.idle] if attempt else context.hosts
+        returned = attempt.returned if attempt else []
+        self._returned = [AllocatedNode(host, LEFT_OVER, [], until=time.time()) for host in returned]
+        nodes = [AllocatedNode(host, "node", []) for host in self._hosts]
+        self._record = new_allocation(run, context.job, [*nodes, *self._returned], pool=attempt is None)
         self._write()
 
     def assign(self, nodes: Sequence[Node], *, lends: bool) -> None:
         """Record what the nodes do, in their order; those that the layout has no use for are left over."""
         known = [AllocatedNode(host, n.role, n.devices, lends) for host, n in zip(self._hosts, nodes, strict=False)]
         known += [AllocatedNode(host, LEFT_OVER, []) for host in self._hosts[len(nodes) :]]
-        self._record = replace(self._record, nodes=[asdict(node) for node in known])
+        self._record = replace(self._record, nodes=[asdict(node) for node in known + self._returned])
         self._write()
 
     def renew(self) -> None:

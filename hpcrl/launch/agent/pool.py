@@ -88,7 +88,7 @@ def _serve(run: Run, context: NodeContext, worker: str, signals: list[int], size
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
     idle, asked, lost = time.monotonic(), time.monotonic(), 0
     # what nodes of sandboxes do is no part of the account: they compute nothing of the policy
-    held = HeldNodes(run, context, pool=True) if run.config.is_file() and not worker.startswith(SANDBOX) else None
+    held = HeldNodes(run, context, None) if run.config.is_file() and not worker.startswith(SANDBOX) else None
     patience = FilesystemPatience(run)
     while not signals:
         if held:

@@ -21,6 +21,7 @@ from hpcrl.launch.layouts import AttemptLayout, layouts_for
 from hpcrl.launch.requeue.requeue import BATCH_SHELL, requeue_if_its_script_was_killed, start_name
 from hpcrl.launch.requeue.restart import layout_of_attempt
 from hpcrl.launch.requeue.roles import LayoutChoice
+from hpcrl.launch.requeue.room import keep_nodes
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
@@ -135,7 +136,9 @@ def await_attempt(run: Run, context: NodeContext, layouts: Sequence[AttemptLayou
         else:
             choice = layout_of_attempt(run, layouts, nodes)
         used, idle = context.hosts[: choice.layout.nodes], context.hosts[choice.layout.nodes :]
-        return open_attempt(run, context.job, used, choice.layout.sizes, idle, choice.why)
+        returned = idle if idle and not context.local and keep_nodes(context.job_id, used) else []
+        idle = idle[len(returned) :]
+        return open_attempt(run, context.job, used, choice.layout.sizes, idle, choice.why, returned)
     deadline = time.monotonic() + _SHARED_S
     while time.monotonic() < deadline:
         if attempt := find_attempt(run, context.job):

@@ -9,7 +9,7 @@ from hpcrl.config.sizes import GPUS, NUM_ENGINES, POLICY_NODES
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.layouts import AttemptLayout, layouts_for
 from hpcrl.launch.requeue.growth import Growth, choose_growth, worth_a_restart
-from hpcrl.launch.requeue.roles import LEAST_GAIN, LayoutChoice, RoleTimes, choose_layout
+from hpcrl.launch.requeue.roles import LEAST_GAIN, LayoutChoice, RoleTimes, choose_layout, fewest_nodes
 from hpcrl.observe.metrics import first_record, last_records
 from hpcrl.observe.summary import STEP_SECONDS, pace_by_layout
 from hpcrl.observe.waiting import ENGINES, SAMPLES, TRAINER, TRAINING, waiting_of
@@ -85,10 +85,14 @@ def layout_of_attempt(run: Run, layouts: Sequence[AttemptLayout], nodes: int) ->
     """
     fitting = layouts_for(layouts, nodes)
     try:
-        return _measured_choice(run, fitting, reversed(attempts_as_set(run)), LEAST_GAIN)
+        measures = _measures(run, fitting[0], reversed(attempts_as_set(run)))
     except (HpcrlError, OSError) as error:
         print(f"how long the roles of earlier attempts took is not known: {error}", flush=True)
+        measures = None
+    if measures is None:
         return LayoutChoice(fitting[-1])
+    smaller = [layout for layout in layouts if layout.nodes < fitting[0].nodes]
+    return fewest_nodes(choose_layout(fitting, *measures), smaller, *measures)
 
 
 def better_layout(run: Run, attempt: Attempt, layouts: Sequence[AttemptLayout]) -> LayoutChoice | None:
@@ -96,19 +100,21 @@ def better_layout(run: Run, attempt: Attempt, layouts: Sequence[AttemptLayout]) 
 
     It has to be twice as much faster as at the start of an attempt: the next one then chooses it too.
     """
-    choice = _measured_choice(run, layouts_for(layouts, len(attempt.hosts)), [attempt], 2 * LEAST_GAIN)
-    return None if choice.step_s is None or choice.layout.sizes == attempt.sizes else choice
+    fitting = layouts_for(layouts, len(attempt.hosts))
+    measures = _measures(run, fitting[0], [attempt])
+    if measures is None:
+        return None
+    choice = choose_layout(fitting, *measures, least_gain=2 * LEAST_GAIN)
+    return None if choice.layout.sizes == attempt.sizes else choice
 
 
-def _measured_choice(
-    run: Run, layouts: Sequence[AttemptLayout], attempts: Iterable[Attempt], least_gain: float
-) -> LayoutChoice:
-    if len(layouts) == 1:
-        return LayoutChoice(layouts[0])
+def _measures(
+    run: Run, layout: AttemptLayout, attempts: Iterable[Attempt]
+) -> tuple[RoleTimes, list[tuple[dict[str, int], float]]] | None:
+    """Return the times of the roles in the first of the attempts that has some on GPUs as of a layout, and the paces of all layouts."""
     paces = [(pace.sizes, pace.seconds) for pace in pace_by_layout(run)]
-    gpus = layouts[0].sizes.get(GPUS)
-    own = (times for attempt in attempts if (times := _role_times(run, attempt, paces, gpus)))
-    return choose_layout(layouts, next(own, None), paces, least_gain)
+    own = (times for attempt in attempts if (times := _role_times(run, attempt, paces, layout.sizes.get(GPUS))))
+    return next(((times, paces) for times in own), None)
 
 
 def _role_times(

@@ -18,6 +18,10 @@ LEAST_GAIN = 0.1
 """Share of a step's time by which another layout has to be faster: below that, roles would move by what is noise."""
 
 
+ALIKE = 0.02
+"""Share of a step's time below which more nodes gain nothing, and go back to Slurm."""
+
+
 @dataclass(frozen=True)
 class RoleTimes:
     """Times of the roles in the steps of one layout.
@@ -67,7 +71,7 @@ class LayoutChoice:
 
 def choose_layout(
     layouts: Sequence[AttemptLayout],
-    times: RoleTimes | None,
+    times: RoleTimes,
     measured: Sequence[tuple[Mapping[str, int], float]] = (),
     least_gain: float = LEAST_GAIN,
 ) -> LayoutChoice:
@@ -79,13 +83,13 @@ def choose_layout(
         measured: sizes and seconds per step of layouts in which the run has trained.
         least_gain: share of a step's time that has to be gained.
     """
-    if times is None or len(layouts) == 1:
-        return LayoutChoice(layouts[-1])
-    own = [next((s for sizes, s in measured if sizes == layout.sizes), None) for layout in layouts]
+    own = [_measured_step_s(layout, measured) for layout in layouts]
     expected = [
         times.expected_step_s(layout.sizes) if seconds is None else seconds
         for layout, seconds in zip(layouts, own, strict=True)
     ]
+    if len(layouts) == 1:
+        return LayoutChoice(layouts[0], step_s=expected[0])
     at = next((index for index, layout in enumerate(layouts) if layout.sizes == times.sizes), len(layouts) - 1)
     best = min(range(len(layouts)), key=expected.__getitem__)
     waits = f"the trainer waited {times.for_samples:.0%} for samples, engines {times.for_training:.0%} for training"
@@ -97,3 +101,34 @@ def choose_layout(
     return LayoutChoice(
         layouts[at], f"{waits}; no other sizes are expected to be {least_gain:.0%} faster", expected[at]
     )
+
+
+def fewest_nodes(
+    choice: LayoutChoice,
+    smaller: Sequence[AttemptLayout],
+    times: RoleTimes,
+    measured: Sequence[tuple[Mapping[str, int], float]] = (),
+) -> LayoutChoice:
+    """Return the layout of fewest nodes whose steps are expected to be as short as those of a choice; the choice where it has them itself.
+
+    Where one role waits for the other, more nodes for the one that waits gain nothing. A measured step counts only where it is longer than
+    the formula expects: it may be old, from before answers became long.
+
+    Args:
+        smaller: layouts of fewer nodes.
+        times, measured: as of `choose_layout`, of which the choice is.
+    """
+    expected = [
+        (max(times.expected_step_s(layout.sizes), _measured_step_s(layout, measured) or 0.0), layout)
+        for layout in smaller
+    ]
+    alike = [found for found in expected if choice.step_s and found[0] <= (1 + ALIKE) * choice.step_s]
+    if not alike:
+        return choice
+    step_s, layout = min(alike, key=lambda found: (found[1].nodes, found[0]))
+    more = choice.layout.nodes - layout.nodes
+    return LayoutChoice(layout, f"{more} more node(s) would make its steps of {step_s:.3g} s no shorter", step_s)
+
+
+def _measured_step_s(layout: AttemptLayout, measured: Sequence[tuple[Mapping[str, int], float]]) -> float | None:
+    return next((seconds for sizes, seconds in measured if sizes == layout.sizes), None)

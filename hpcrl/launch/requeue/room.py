@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Collection, Sequence
 from datetime import datetime
+from tempfile import TemporaryDirectory
 
 from hpcrl.errors import SubmitError
 from hpcrl.launch.scheduler import not_here, run_slurm
@@ -93,6 +94,21 @@ def nodes_of_job(job: str) -> int:
     if not count.isdecimal():
         raise SubmitError(f"squeue -j {job}: expected the number of its nodes, found {count!r:.80}")
     return int(count)
+
+
+def keep_nodes(job: str, hosts: Sequence[str]) -> bool:
+    """Return all other nodes of a running job to Slurm, which ends its tasks there; return False, with the reason printed, where Slurm refuses.
+
+    A requeue asks for as many nodes as before.
+    """
+    with TemporaryDirectory() as folder:  # scontrol leaves scripts in its working directory
+        command = ["scontrol", "update", f"JobId={job}", f"NodeList={','.join(hosts)}"]
+        try:
+            run_slurm(command, 0.0, _ANSWER_S, folder=folder)
+        except SubmitError as error:
+            print(f"the nodes that are not used stay in the job: {error}", flush=True)
+            return False
+    return True
 
 
 def seconds_until_down() -> float:

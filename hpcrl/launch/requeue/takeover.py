@@ -93,7 +93,7 @@ class Takeover:
         attempt = attempt_of(self._run, start)
         if attempt is None:
             return True
-        if self._nodes <= len(attempt.hosts):
+        if self._nodes <= attempt.nodes_at_start:
             return False
         measures = measure_attempt(self._run, attempt)
         left_s = seconds_left(self._job) - self._slurm["signal_seconds"]

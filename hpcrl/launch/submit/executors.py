@@ -216,7 +216,7 @@ def _slurm_executor(
         "time": slurm.time_minutes,
         "nodes": nodes_of(layouts),
         "teardown": _until_decided(finish),
-        "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
+        "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill", "--wait=0"] if survives else [])],
         "additional_parameters": {
             **({"no-kill": True} if survives else {}),
             **({"time-min": slurm.time_min_minutes} if slurm.time_min_minutes is not None else {}),

@@ -212,10 +212,10 @@ def waiting(run: Run) -> Run:
     return run
 
 
-def write_waits(run: Run) -> None:
-    """Let the trainer wait for samples nearly all of the time."""
-    for process, phases in {"rank-0": [("wait_for_generation_buffer", 9.8), ("policy_train", 0.2)],
-                            "rollout-0": [("generate", 9.8), ("idle", 0.2)]}.items():  # fmt: skip
+def write_waits(run: Run, train_s: float = 0.2) -> None:
+    """Let the trainer wait for samples nearly all of the time: it trains `train_s` of 10 s."""
+    for process, phases in {"rank-0": [("wait_for_generation_buffer", 10 - train_s), ("policy_train", train_s)],
+                            "rollout-0": [("generate", 10 - train_s), ("idle", train_s)]}.items():  # fmt: skip
         run.timeline_of(1, process).unlink()
         write(run, process, phases)
     run.timeline_of(1, "rollout-1").unlink()
@@ -240,6 +240,18 @@ def test_a_waiting_trainer_gives_a_node_to_generation(waiting: Run) -> None:
     assert found
     assert (found.attempt, found.nodes, found.job) == (1, 4, "7_0")
     assert asked(waiting) == [], "Slurm has not to start anything"
+
+
+def test_nodes_that_gained_nothing_are_not_asked_for_again(waiting: Run) -> None:
+    """Of three nodes it uses two, since its steps would be as long; then neither growth nor another request aims at three again."""
+    write_waits(waiting, 0.1)
+    small = [AttemptLayout(2, {NODES: 1, ENGINES: 2}), AttemptLayout(3, {NODES: 2, ENGINES: 2})]
+    choice = layout_of_attempt(waiting, small, 3)
+    assert (choice.layout, choice.why[:12]) == (small[0], "1 more node(")
+    waiting.attempts.unlink()
+    open_attempt(waiting, "7_0.1", ["n1", "n2"], small[0].sizes, returned=["n3"])
+    growth = watch(waiting, layouts=[*small, AttemptLayout(5, {NODES: 4, ENGINES: 2})])
+    assert growth._larger() == [5]
 
 
 @pytest.mark.parametrize("damage", ["timelines", "configuration", "attempts of a fixed size"])

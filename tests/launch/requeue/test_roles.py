@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config.sizes import NUM_ENGINES, POLICY_NODES
 from hpcrl.launch.layouts import AttemptLayout
-from hpcrl.launch.requeue.roles import RoleTimes, choose_layout
+from hpcrl.launch.requeue.roles import RoleTimes, choose_layout, fewest_nodes
 
 
 def sizes(trainer: int, engines: int) -> dict[str, int]:
@@ -80,7 +80,27 @@ def test_roles_stay_where_the_gain_is_small() -> None:
     assert (stays.layout.sizes, stays.step_s) == (sizes(2, 6), 100.0), "less than a tenth faster"
 
 
-def test_without_measures_or_a_choice_the_last_layout_is_taken() -> None:
-    assert choose_layout(LAYOUTS, None).layout == LAYOUTS[-1]
+def test_of_one_layout_no_choice_is_explained() -> None:
     only = choose_layout(LAYOUTS[:1], times(sizes(4, 4), FEW_SAMPLES))
     assert (only.layout, only.why) == (LAYOUTS[0], "")
+
+
+@pytest.mark.parametrize(
+    ("own", "shares", "measured", "least"),
+    [
+        (sizes(1, 1), {"trains": 1.0, "generates": 0.9, "for_samples": 0.0, "for_training": 0.1}, [], 2),
+        (sizes(1, 1), {"trains": 1.0, "generates": 0.9, "for_samples": 0.0, "for_training": 0.1}, [(sizes(1, 1), 110.0)], 3),
+        (sizes(1, 2), {"trains": 1.0, "generates": 0.4, "for_samples": 0.0, "for_training": 0.6}, [(sizes(1, 2), 100.0)], 2),
+        (sizes(1, 2), {"trains": 1.0, "generates": 0.6, "for_samples": 0.0, "for_training": 0.4}, [], 3),
+        (sizes(1, 2), {"trains": 1.0, "generates": 0.6, "for_samples": 0.0, "for_training": 0.4}, [(sizes(1, 1), 50.0)], 3),
+    ],
+)  # fmt: skip
+def test_more_nodes_that_shorten_no_step_are_not_used(
+    own: dict[str, int], shares: dict[str, float], measured: list[tuple[dict[str, int], float]], least: int
+) -> None:
+    """Steps of (1, 1) and (1, 2) are as long while the trainer is the slower role; a short step that was measured long ago shows nothing."""
+    waits = times(own, shares)
+    fitting, smaller = [AttemptLayout(3, sizes(1, 2))], [AttemptLayout(2, sizes(1, 1))]
+    choice = fewest_nodes(choose_layout(fitting, waits, measured), smaller, waits, measured)
+    assert choice.layout.nodes == least
+    assert choice.why == ("1 more node(s) would make its steps of 100 s no shorter" if least == 2 else "")
