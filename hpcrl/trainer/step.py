@@ -40,6 +40,7 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
+from hpcrl.trainer.offline.unpaired import fill_labels
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, PackedRows, regrouped
 from hpcrl.trainer.read_batch import load_mini_batches
@@ -218,6 +219,16 @@ class Learner:
                     rollout = self._trainer.algorithm.use_rollout_logprobs_for_loss
                     of_hints = score_by_hints(
                         minis, self.policy, self._trainer.distillation, self._limits, before, rollout=rollout
+                    )
+                if self._trainer.unpaired:
+                    fill_labels(
+                        self._run,
+                        batch,
+                        minis,
+                        self.policy,
+                        self._trainer,
+                        self._limits,
+                        partial(self.consensus, "score.micro_batch"),
                     )
         if self._trainer.trains_reward_model:
             for each in samples:

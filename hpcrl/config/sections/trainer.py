@@ -359,7 +359,12 @@ class TrainerConfig:
     @property
     def pairwise(self) -> bool:
         """Whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
-        return self.mode in _PAIRWISE
+        return self.mode in _PAIRWISE and not self.unpaired
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether answers of datasets are trained each by itself, by whether it is desirable."""
+        return self.mode == "dpo" and self.dpo.unpaired
 
     @property
     def trains_reward_model(self) -> bool:
