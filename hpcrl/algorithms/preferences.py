@@ -1,8 +1,9 @@
 """Losses of pairs of answers to one prompt, of which one is preferred, and of single answers with a label, from the log-probabilities of
 whole answers.
 
-A loss gives one number per pair, or per answer. It neither divides nor knows the mini-batch, whose loss is the mean over its pairs. Formulas are those of
-TRL's DPOTrainer 1.16, with which tests compare them; simpo and orpo, which compare with no reference, are those of their papers.
+A loss gives one number per pair, or per answer. It neither divides nor knows the mini-batch, whose loss is the mean over its pairs or
+answers. Formulas are those of TRL's DPOTrainer 1.16, with which tests compare them; simpo and orpo, which compare with no reference, are
+those of their papers.
 """
 
 from __future__ import annotations

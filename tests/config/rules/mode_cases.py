@@ -121,6 +121,12 @@ OF_MODES = [
         {**DPO, "trainer.dpo.loss_type": ["sigmoid", "bco_pair"]},
     ),
     Case(
+        "drift is weighed by the sampled tokens",
+        {**TAUGHT, f"{DISTILLATION}.iw_opd_gamma": 0.5, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.iw_opd_gamma", f"has no effect without {DISTILLATION}.top_k=0",
+        {**TAUGHT, f"{DISTILLATION}.iw_opd_gamma": 0.5},
+    ),
+    Case(
         "single answers have a loss alone",
         {**DPO, "trainer.dpo.loss_type": ["kto", "sft"]},
         "trainer.dpo.loss_type", "kto trains single answers, and stands alone",
