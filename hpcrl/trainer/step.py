@@ -40,7 +40,6 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.build import reduction_of
 from hpcrl.trainer.offline.likelihood import score_by_teacher
-from hpcrl.trainer.offline.unpaired import fill_labels
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, PackedRows, regrouped
 from hpcrl.trainer.read_batch import load_mini_batches
@@ -49,6 +48,7 @@ from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
 from hpcrl.trainer.scoring.hints import score_by_hints
+from hpcrl.trainer.scoring.labels import fill_labels
 from hpcrl.trainer.stop import StopConsensus, Stopping
 from hpcrl.types import Batch
 
@@ -221,15 +221,9 @@ class Learner:
                         minis, self.policy, self._trainer.distillation, self._limits, before, rollout=rollout
                     )
                 if self._trainer.unpaired:
-                    fill_labels(
-                        self._run,
-                        batch,
-                        minis,
-                        self.policy,
-                        self._trainer,
-                        self._limits,
-                        partial(self.consensus, "score.micro_batch"),
-                    )
+                    before = partial(self.consensus, "score.micro_batch")
+                    longest = self._trainer.max_length
+                    fill_labels(self._run, batch, minis, self.policy, self._trainer.dpo, longest, self._limits, before)
         if self._trainer.trains_reward_model:
             for each in samples:
                 each.scores.margins = each.rewards
