@@ -401,6 +401,8 @@ class MicroBatch:
         values, returns: [P] float32, a critic's value before the token, and its target; None without one.
         selected: [P] float32, 1 where the policy loss counts the token, 0 elsewhere; None: it counts all trained ones.
         margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
+        desirable: [P] float32, 1 at all tokens of a desirable answer, 0 at those of an undesirable one; None where answers have no label.
+        shifts: [P] float32, what log-ratios of the row's answer are compared with; None where answers have no label.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
         staleness: [P] float32, age in versions of the version that chose the token; None where old log-probabilities are not estimated by it.
         observation_weights: [P] float32, weights of the tokens of the environment in the mean over those of a mini-batch, 0 elsewhere; None where none is learned.
@@ -431,6 +433,8 @@ class MicroBatch:
     returns: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     margins: torch.Tensor | None = None
+    desirable: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
     current: torch.Tensor | None = None
     staleness: torch.Tensor | None = None
     observation_weights: torch.Tensor | None = None

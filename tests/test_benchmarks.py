@@ -12,9 +12,11 @@ from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.engine_tokens import repeating
 from benchmarks.layouts import rows
+from benchmarks.losses import Formula, Numbers, Ours, cases, gradients
 from benchmarks.replay_cluster import (
     DAY,
     Cluster,
@@ -27,6 +29,11 @@ from benchmarks.replay_cluster import (
     read_swf,
     repeated_jobs,
 )
+from hpcrl.algorithms.kl import KL_ESTIMATORS
+from hpcrl.algorithms.likelihood import LIKELIHOOD_LOSSES
+from hpcrl.algorithms.losses import POLICY_LOSSES
+from hpcrl.algorithms.preferences import PAIR_LOSSES
+from hpcrl.config.sections.dpo import UNPAIRED_LOSSES
 from tests.paths import ROOT
 
 PROGRAMS = sorted((ROOT / "benchmarks").rglob("*.py"))
@@ -54,6 +61,25 @@ def test_prompts_of_a_benchmark_have_a_text_each() -> None:
     prompts = repeating(ROOT / "configs" / "quickstart" / "model", 200)
     assert len({tuple(prompt) for prompt in prompts}) == 200
     assert min(map(len, prompts)) > 50
+
+
+LOSSES = {name: case for name, *case in cases()}
+
+
+def test_no_loss_is_without_a_formula_of_its_source() -> None:
+    named = {*POLICY_LOSSES, *KL_ESTIMATORS, *LIKELIHOOD_LOSSES, *PAIR_LOSSES, *UNPAIRED_LOSSES}
+    assert named | {"value", "jsd, beta 0", "jsd, beta 0.3", "jsd, beta 1"} == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_and_its_gradient_are_those_of_the_formula(name: str) -> None:
+    start: Numbers
+    ours: Ours
+    formula: Formula
+    _, start, ours, formula = LOSSES[name]
+    found, expected = gradients(start, ours, formula)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert ours(torch.tensor(start, dtype=torch.float64)).item() == pytest.approx(formula(start, start), rel=1e-6)
 
 
 def quiet() -> Iterator[Job]:

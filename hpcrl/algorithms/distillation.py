@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from hpcrl.algorithms.advantages import AdvantageInputs, lambda_returns
-from hpcrl.algorithms.losses import widened
+from hpcrl.algorithms.losses import sample_sums, spread, widened
+
+_LEAST_TOTAL = 1e-8
 
 
 def jensen_shannon(logprobs_PK: torch.Tensor, teacher_logprobs_PK: torch.Tensor, beta: float) -> torch.Tensor:
@@ -66,6 +68,26 @@ def teacher_advantages(
         inputs = AdvantageInputs(penalty_P, mask_P, lengths, groups_B)
         penalty_P = lambda_returns(inputs, torch.zeros_like(penalty_P), kl_discount_factor, 1.0)
     return advantages_P - kl_penalty_coef * penalty_P
+
+
+def drift_weights(
+    divergences_P: torch.Tensor, mask_P: torch.Tensor, lengths_B: torch.Tensor, gamma: float
+) -> torch.Tensor:
+    """Return the weight of each token's divergence, [P] (IW-OPD, arXiv:2606.22600, algorithm 1).
+
+    1 + gamma (1 - F), where F is the share of the sample's absolute divergences, over trained tokens, that came before the token. So it
+    is 1 + gamma at a sample's first trained token, and falls towards 1 as the sample drifts from what the teacher would write.
+
+    Args:
+        divergences_P: of either sign, of the sampled tokens; no gradient flows through them.
+        lengths_B: tokens of each sample; they sum to P.
+    """
+    sizes_P = torch.where(mask_P > 0, divergences_P.detach().double().abs(), 0.0)
+    totals_B = sample_sums(sizes_P, mask_P, lengths_B)
+    earlier_B = totals_B.cumsum(0) - totals_B
+    before_P = sizes_P.cumsum(0) - sizes_P - spread(earlier_B, lengths_B, len(sizes_P))
+    share_P = before_P / spread(totals_B, lengths_B, len(sizes_P)).clamp(min=_LEAST_TOTAL)
+    return (1 + gamma * (1 - share_P.clamp(0, 1))).to(divergences_P.dtype)
 
 
 def _divergence(logprobs_PK: torch.Tensor, other_PK: torch.Tensor) -> torch.Tensor:

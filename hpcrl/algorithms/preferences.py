@@ -1,7 +1,9 @@
-"""Losses of pairs of answers to one prompt, of which one is preferred, from the log-probabilities of whole answers.
+"""Losses of pairs of answers to one prompt, of which one is preferred, and of single answers with a label, from the log-probabilities of
+whole answers.
 
-A loss gives one number per pair. It neither divides nor knows the mini-batch, whose loss is the mean over its pairs. Formulas are those of
-TRL's DPOTrainer 1.16, with which tests compare them; simpo and orpo, which compare with no reference, are those of their papers.
+A loss gives one number per pair, or per answer. It neither divides nor knows the mini-batch, whose loss is the mean over its pairs or
+answers. Formulas are those of TRL's DPOTrainer 1.16, with which tests compare them; simpo and orpo, which compare with no reference, are
+those of their papers.
 """
 
 from __future__ import annotations
@@ -197,6 +199,24 @@ def pair_metrics(pairs: Pairs, dpo: DPOConfig) -> dict[str, torch.Tensor]:
         "logps/chosen": pairs.chosen.detach(),
         "logps/rejected": pairs.rejected.detach(),
     }
+
+
+def unpaired_loss(
+    ratios_N: torch.Tensor, desirable_N: torch.Tensor, shifts_N: torch.Tensor, dpo: DPOConfig
+) -> torch.Tensor:
+    """Return w (1 - σ(±β (c - z))) of each answer, [N]: + and w = desirable_weight of a desirable one, - and undesirable_weight else.
+
+    With z = max(0, mean log-ratio of mismatched answers) it is KTO (arXiv:2402.01306, section 4.1), with z = 0 APO-zero of single answers
+    (arXiv:2408.06266, equation 7). Both as TRL's KTOTrainer computes them.
+
+    Args:
+        ratios_N: c, log π - log π_ref of the answers; they carry the gradient.
+        desirable_N: 1, or 0.
+        shifts_N: z.
+    """
+    signs_N = 2 * desirable_N - 1
+    weights_N = torch.where(desirable_N > 0, dpo.desirable_weight, dpo.undesirable_weight)
+    return weights_N * torch.sigmoid(-dpo.beta * signs_N * (ratios_N - shifts_N))
 
 
 def bradley_terry(

@@ -89,7 +89,6 @@ class DatasetRows:
     def _group(self, index: int, version: int, stream: PromptStream) -> GroupMeta:
         dataset, at = self._mixture.place(stream.epoch(index), stream.row(index))
         file, row = self._rows[dataset].file, self._rows[dataset].places[at]
-        rewards = [0.0] if file.sequences == 1 else [1.0, *[0.0] * (file.sequences - 1)]
         return GroupMeta(
             group_id=group_id(index),
             kind="train",
@@ -97,7 +96,7 @@ class DatasetRows:
             path=self._paths[dataset],
             samples=[
                 SampleMeta(reward, (length,), trained, "stop", {}, reward)
-                for reward, length, trained in zip(rewards, file.lengths(row), file.trained(row), strict=True)
+                for reward, length, trained in zip(file.rewards(row), file.lengths(row), file.trained(row), strict=True)
             ],
             oldest_version=version,
             newest_version=version,

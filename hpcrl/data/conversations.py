@@ -31,11 +31,13 @@ from hpcrl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format = Literal["conversations", "prompt_response", "text", "tokens", "preference"]
+Format = Literal["conversations", "prompt_response", "text", "tokens", "preference", "labelled"]
 TrainOnWhat = Literal["assistant", "last_turn", "all"]
 
 RESPONSE = "response"
 """The column with the response where none is named."""
+COMPLETION = "completion"
+"""The column with the response that has a label where none is named."""
 _INSTRUCTION, _INPUT = "instruction", "input"
 _MOST = 2**31
 _LARGEST = 1e30
@@ -60,6 +62,7 @@ class Columns:
     margin: str | None = None
     images: str = "images"
     videos: str = "videos"
+    label: str | None = None
 
     @property
     def sequences(self) -> int:
@@ -74,7 +77,7 @@ class Tokens:
     Attributes:
         token_ids: T of them.
         mask: of each, whether it is trained.
-        margin: of the chosen answer of a pair, over the rejected one.
+        margin: of the chosen answer of a pair, over the rejected one; of an answer with a label 1 where it is desirable, 0 elsewhere.
         images: that it shows, and videos, in their order: where what stands for each begins, how many tokens that is, and itself.
         prompt: what images are to be made of; None: they are shown, and texts are made.
         lost: what the chat template leaves out of messages that are trained.
@@ -142,7 +145,10 @@ class Renderer:
                 messages = read_messages(_column(row, self.columns.conversation, "conversation_column"))
                 return [self._conversation(self._shown(with_system(messages, row), row, folder), row)]
             case "prompt_response":
-                return [self._conversation(self._shown(self._answered(row), row, folder), row)]
+                return [self._conversation(self._shown(self._answered(row, RESPONSE), row, folder), row)]
+            case "labelled":
+                answer = self._conversation(self._shown(self._answered(row, COMPLETION), row, folder), row)
+                return [replace(answer, margin=_label(row, self.columns.label))]
             case "text":
                 return [self._text(_column(row, self.columns.text, "text_column"))]
             case "tokens":
@@ -192,10 +198,10 @@ class Renderer:
         pieces = [(text, mask) for mask, run in runs if (text := "".join(text for text, _ in run))]
         return pieces, list(dict.fromkeys(lost))
 
-    def _answered(self, row: Mapping[str, Any]) -> Messages:
+    def _answered(self, row: Mapping[str, Any], unnamed: str) -> Messages:
         columns = self.columns
         prompt = self._prompt(row, _column(row, columns.prompt, "prompt_column"))
-        answer = read_messages(_column(row, columns.response or RESPONSE, "response_column"), ASSISTANT)
+        answer = read_messages(_column(row, columns.response or unnamed, "response_column"), ASSISTANT)
         return [*_untrained(prompt), *answer]
 
     def _prompt(self, row: Mapping[str, Any], value: Any) -> Messages:
@@ -287,6 +293,16 @@ def _margin(row: Mapping[str, Any], column: str | None) -> float:
     value = _column(row, column, "margin_column")
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
         raise DataError(f"column `{column}`: expected a finite number, the margin of the pair, found {value!r:.80}")
+    return float(value)
+
+
+def _label(row: Mapping[str, Any], column: str | None) -> float:
+    assert column is not None
+    value = _column(row, column, "label_column")
+    if value not in (0, 1):
+        raise DataError(
+            f"column `{column}`: expected true or false, whether the answer is desirable, found {value!r:.80}"
+        )
     return float(value)
 
 

@@ -6,7 +6,8 @@
   images.bin            files of the images and videos of sequences, one after the other; images.npy: of each its sequence, end and checksum.
                         Only where the model reads images, or learns to generate them (with the prompt before them, in UTF-8).
                         `images` of the manifest describes their preparation, which follows when a row is read
-  rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens, mask and margin; its margin
+  rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens, mask and margin; its margin,
+                        or whether an answer is desirable, 1 or 0
   manifest.json         `name`, `made_of`, `counts`, `sequences` of each row; sizes and checksums of the files above
   COMMIT
 """
@@ -119,6 +120,10 @@ class TokenFile:
     def trained(self, row: int) -> list[int]:
         """Return how many tokens of each sequence of a row are trained."""
         return [int(self._rows["trained"][at]) for at in self._places(row)]
+
+    def rewards(self, row: int) -> list[float]:
+        """Return of each sequence of a row 1 where it is a chosen or a desirable answer, else 0."""
+        return [self._margin(row)] if self.sequences == 1 else [1.0, *[0.0] * (self.sequences - 1)]
 
     def predicted(self, row: int) -> int:
         """Return how many tokens of a row of one sequence are trained and predicted, which its first one is not."""

@@ -20,7 +20,7 @@ from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.token_limits import longest_sample
-from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
+from hpcrl.data.conversations import RESPONSE, Columns, Format, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.family import RowFormat, RowRenderer, data_family
 from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source, training_sources, validation_sources
@@ -102,7 +102,7 @@ class Recipe:
     def of(cls, config: Config) -> Recipe:
         data, generator = config.data, config.generator
         columns = Columns(
-            "preference" if config.trainer.pairwise else data.format,
+            _format(config),
             data.conversation_column,
             data.prompt_column,
             data.response_column,
@@ -112,6 +112,7 @@ class Recipe:
             data.margin_column,
             data.image_column,
             data.video_column,
+            data.label_column,
         )
         return cls(
             config.trainer.policy.model.pretrained,
@@ -154,6 +155,8 @@ class Recipe:
         facts = asdict(self) | {"model": str(self.model), "template": chat_template(self.template)}
         if self.pictures is None:
             del facts["pictures"]
+        if self.columns.label is None:  # as before there were labels: what earlier attempts wrote stays valid
+            del facts["columns"]["label"]
         return facts
 
     def facts_of_tokens(self) -> dict[str, Any]:
@@ -170,6 +173,12 @@ class Recipe:
             facts["special_tokens"] = self.template.allow_special_tokens
             facts["end_of_text"] = renderer.end_of_text if form in ("text", "preference") else None
         return facts
+
+
+def _format(config: Config) -> Format:
+    if config.data.label_column is not None:
+        return "labelled"
+    return "preference" if config.trainer.pairwise or config.trainer.unpaired else config.data.format
 
 
 _READ: dict[str, Callable[[Columns], Any]] = {

@@ -15,7 +15,7 @@ from hpcrl.algorithms.advantages import (
     lambda_returns,
     normalize,
 )
-from hpcrl.algorithms.distillation import teacher_advantages
+from hpcrl.algorithms.distillation import drift_weights, teacher_advantages
 from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
@@ -197,8 +197,10 @@ def subtract_divergence(
         divergence_P = k1(policy_P, scores.teacher_logprobs)
         before_P = scores.advantages
         if not distillation.top_k:  # a divergence over several tokens is part of the loss
+            lengths_B = torch.tensor(samples.lengths)
+            weighted_P = divergence_P * drift_weights(divergence_P, mask_P, lengths_B, distillation.iw_opd_gamma)
             scores.advantages = teacher_advantages(
-                before_P, divergence_P, mask_P, samples.lengths,
+                before_P, weighted_P, mask_P, samples.lengths,
                 kl_penalty_coef=distillation.kl_penalty_coef, kl_discount_factor=distillation.kl_discount_factor,
             )  # fmt: skip
         divergence += torch.where(mask_P > 0, divergence_P, 0.0).sum().item()

@@ -25,6 +25,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import LOSS_METRICS, MISMATCH, MISMATCH_RANGE, TEACHER_DIVERGENCE
 from hpcrl.trainer.models.flops import describe_flops
 from hpcrl.trainer.offline.preferences import PER_PAIR
+from hpcrl.trainer.offline.unpaired import answer_means
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.types import Batch
 
@@ -197,6 +198,7 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
     if TEACHER_DIVERGENCE in sums:
         described[DIVERGENCE] = sums[TEACHER_DIVERGENCE] / count
     described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
+    described |= answer_means(sums)
     pairs = max(sums.get("pairs", 0.0), 1.0)
     described |= {name.removeprefix(PER_PAIR): sums[name] / pairs for name in sums if name.startswith(PER_PAIR)}
     return described | {f"policy/{name}": sums[name] for name in ("positive_nll", "observation_nll") if name in sums}

@@ -39,6 +39,7 @@ class Scores:
         returns: float32, what the critic should have expected before the token.
         selected: float32, as of MicroBatch.
         margins: float32, the margin of a pair at the end of its chosen answer.
+        desirable, shifts: float32, as of MicroBatch.
         teacher_logprobs: float32, of the teacher that the policy is compared with.
         teacher_ids, teacher_top: [P, K] int32 and float32, as of MicroBatch.
     """
@@ -56,6 +57,8 @@ class Scores:
     returns: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     margins: torch.Tensor | None = None
+    desirable: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
 
     def present(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -163,6 +166,8 @@ class PackedRows:
             returns=slice_of(scores.returns),
             selected=slice_of(scores.selected),
             margins=slice_of(scores.margins),
+            desirable=slice_of(scores.desirable),
+            shifts=slice_of(scores.shifts),
             teacher_ids=slice_of(scores.teacher_ids),
             teacher_top=slice_of(scores.teacher_top),
             current=mask_P * (self.staleness[tokens] == 0),
@@ -267,6 +272,8 @@ def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
         values=zeros,
         returns=zeros,
         margins=zeros,
+        desirable=zeros,
+        shifts=zeros,
         current=zeros,
         staleness=zeros,
         observation_weights=zeros,

@@ -48,6 +48,7 @@ from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
 from hpcrl.trainer.scoring.hints import score_by_hints
+from hpcrl.trainer.scoring.labels import fill_labels
 from hpcrl.trainer.stop import StopConsensus, Stopping
 from hpcrl.types import Batch
 
@@ -219,6 +220,10 @@ class Learner:
                     of_hints = score_by_hints(
                         minis, self.policy, self._trainer.distillation, self._limits, before, rollout=rollout
                     )
+                if self._trainer.unpaired:
+                    before = partial(self.consensus, "score.micro_batch")
+                    longest = self._trainer.max_length
+                    fill_labels(self._run, batch, minis, self.policy, self._trainer.dpo, longest, self._limits, before)
         if self._trainer.trains_reward_model:
             for each in samples:
                 each.scores.margins = each.rewards

@@ -8,8 +8,16 @@ import re
 import pytest
 import torch
 
-from hpcrl.algorithms.preferences import LIKELIHOOD, PAIR_LOSSES, Pairs, loss_weights, pair_loss, pair_metrics
-from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, DPOConfig
+from hpcrl.algorithms.preferences import (
+    LIKELIHOOD,
+    PAIR_LOSSES,
+    Pairs,
+    loss_weights,
+    pair_loss,
+    pair_metrics,
+    unpaired_loss,
+)
+from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, UNPAIRED_LOSSES, DPOConfig
 from tests.golden.trl_dpo import LOSSES
 from tests.paths import ROOT
 
@@ -22,8 +30,8 @@ def test_names_are_those_of_the_settings_and_of_the_page() -> None:
         .partition("\n\n")[0]
     )
     documented = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
-    assert [*PAIR_LOSSES, LIKELIHOOD] == list(PREFERENCE_LOSSES) == documented
-    assert [name for name in PREFERENCE_LOSSES if name not in ("simpo", "orpo")] == list(LOSSES)
+    assert [*PAIR_LOSSES, LIKELIHOOD, *UNPAIRED_LOSSES] == list(PREFERENCE_LOSSES) == documented
+    assert [name for name in PREFERENCE_LOSSES if name not in ("simpo", "orpo", *UNPAIRED_LOSSES)] == list(LOSSES)
 
 
 def test_a_loss_that_is_named_twice_has_both_weights() -> None:
@@ -127,3 +135,31 @@ def test_losses_without_a_reference_depend_neither_on_it_nor_on_length(name: str
 def test_a_reference_is_there_where_a_loss_compares_with_it(losses: list[str], uses: bool) -> None:
     assert DPOConfig(loss_type=losses).uses_reference == uses
     assert not DPOConfig(loss_type=losses, reference_free=True).uses_reference
+
+
+LABELLED = DPOConfig(loss_type=["kto"], beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+
+
+def test_kto_is_the_weighted_chance_of_the_wrong_verdict() -> None:
+    """With β = 0.5, c = 2 log 3 and z = 2 log 1.5 the desirable answer's odds are 3 / 1.5 = 2, those of an undesirable one 1/2."""
+    ratios = torch.tensor([2 * math.log(3), 2 * math.log(3)], dtype=torch.float64)
+    shifts = torch.full_like(ratios, 2 * math.log(1.5))
+    losses = unpaired_loss(ratios, torch.tensor([1.0, 0.0]), shifts, LABELLED)
+    assert losses.tolist() == pytest.approx([2.0 * (1 - 2 / 3), 3.0 * (1 - 1 / 3)], rel=1e-12)
+
+
+def test_without_a_shift_answers_of_a_pair_have_together_the_loss_of_apo_zero() -> None:
+    pair, zero = pair_of(CHOSEN, REJECTED), DPOConfig(loss_type=["apo_zero"], beta=0.4)
+    ratios = torch.cat([pair.chosen_ratio, pair.rejected_ratio])
+    losses = unpaired_loss(ratios, torch.tensor([1.0, 0.0]), torch.zeros(2), zero)
+    torch.testing.assert_close(losses.sum(), pair_loss(pair, zero).sum())
+
+
+def test_kto_draws_desirable_answers_up_and_others_down_least_where_the_verdict_is_clear() -> None:
+    ratios = torch.tensor([-9.0, 0.0, 9.0, -9.0, 0.0, 9.0]).requires_grad_()
+    unpaired_loss(ratios, torch.tensor([1.0] * 3 + [0.0] * 3), torch.zeros(6), LABELLED).sum().backward()
+    assert ratios.grad is not None
+    desirable, undesirable = ratios.grad[:3], ratios.grad[3:]
+    assert (desirable < 0).all()
+    assert (undesirable > 0).all()
+    assert desirable.argmin() == undesirable.argmax() == 1

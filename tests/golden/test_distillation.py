@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from hpcrl.algorithms.distillation import jensen_shannon, teacher_advantages
+from hpcrl.algorithms.distillation import drift_weights, jensen_shannon, teacher_advantages
 from hpcrl.algorithms.kl import k1
 from tests.golden.distillation import selected_logprobs
 
@@ -127,3 +127,26 @@ def test_a_loss_of_these_advantages_is_least_at_the_teacher() -> None:
     (expected,) = torch.autograd.grad(value, logits)
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
     assert expected.abs().max() > 0.05
+
+
+def test_a_token_counts_by_the_divergence_that_is_still_to_come() -> None:
+    """By hand: of 1 + 2 + 3 nats, 0, 1 and 3 came before; the second sample is one token, the third has none that is trained."""
+    divergences = torch.tensor([-1.0, 9.0, 2.0, -3.0, 4.0, 5.0])
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    found = drift_weights(divergences, mask, torch.tensor([4, 1, 1]), 0.5)
+    assert found[mask > 0].tolist() == pytest.approx([1.5, 1.5 - 0.5 / 6, 1.5 - 0.5 * 3 / 6, 1.5])
+    assert found.isfinite().all()
+
+
+def test_weights_of_drift_fall_within_a_sample_and_do_not_depend_on_the_others() -> None:
+    generator, lengths = torch.Generator().manual_seed(4), [7, 1, 30]
+    divergences, mask = torch.randn(38, generator=generator), (torch.rand(38, generator=generator) > 0.2).float()
+    together = drift_weights(divergences, mask, torch.tensor(lengths), 0.5).split(lengths)
+    alone = zip(divergences.split(lengths), mask.split(lengths), strict=True)
+    for whole, (own, own_mask) in zip(together, alone, strict=True):
+        torch.testing.assert_close(drift_weights(own, own_mask, torch.tensor([len(own)]), 0.5), whole)
+        assert (whole.diff() <= 1e-6).all()
+        assert whole.min() >= 1
+        assert whole.max() <= 1.5
+    assert (drift_weights(divergences, mask, torch.tensor(lengths), 0.0) == 1).all()
+    torch.testing.assert_close(drift_weights(1e6 * divergences, mask, torch.tensor(lengths), 0.5), torch.cat(together))

@@ -14,13 +14,14 @@ import torch
 
 from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, grpo, per_token
 from hpcrl.config import AlgorithmConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.validate import build
 from hpcrl.data.group_file import read_group
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.group import Row
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.advantages import Advantages, estimate_advantages
+from hpcrl.trainer.advantages import Advantages, estimate_advantages, subtract_divergence
 from hpcrl.trainer.batching import MicroBatchLimit, RowRef, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
@@ -362,3 +363,21 @@ def test_an_estimator_that_is_not_there(tmp_path: Path, name: str, message: str)
     run, batch = some_batch(tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
         one_rank(run, batch, advantage_estimator=name)
+
+
+def test_what_a_teacher_subtracts_is_weighed_by_the_drift_from_it() -> None:
+    """Divergences of 1, 2 and 3 nats; of these 6, 0, 1 and 3 came before."""
+    zeros = torch.zeros(4)
+    row = Row(torch.arange(4), torch.tensor([0.0, 1, 1, 1]), zeros, zeros.int(), zeros, "stop")
+    found = dict[float, list[float]]()
+    for gamma in (0.0, 0.5):
+        samples = pack([row])
+        samples.scores.old_logprobs = torch.tensor([-1.0, -1.0, -1.0, 0.0])
+        samples.scores.teacher_logprobs = torch.tensor([-2.0, -3.0, -4.0, 0.0])
+        samples.scores.advantages = torch.ones(4)
+        distillation = DistillationConfig(enable=True, kl_penalty_coef=2.0, iw_opd_gamma=gamma)
+        metrics = subtract_divergence([samples], distillation, AlgorithmConfig(), list)
+        assert metrics["distillation/reverse_kl"] == pytest.approx(2.0)
+        found[gamma] = samples.scores.advantages.tolist()
+    assert found[0.0] == pytest.approx([1 - 2 * 1, 1 - 2 * 2, 1 - 2 * 3, 1])
+    assert found[0.5] == pytest.approx([1 - 2 * 1.5, 1 - 2 * 2 * (1.5 - 0.5 / 6), 1 - 2 * 3 * (1.5 - 0.5 / 2), 1])

@@ -61,7 +61,8 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
             f"expected one per dataset of data.train_data ({len(data.train_data)}), found {len(data.weights)}",
         )
     columns = {"prompt": data.prompt_column, "chosen": data.chosen_column, "rejected": data.rejected_column}
-    if config.trainer.pairwise and len(set(columns.values())) < len(columns):
+    pairs = config.trainer.pairwise or (config.trainer.unpaired and data.label_column is None)
+    if pairs and len(set(columns.values())) < len(columns):
         yield Problem("data.rejected_column", f"expected three columns of a pair, found {columns}; name each once")
     if data.prompt_column == data.response_column:
         yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrl.config.backend import backend_of, backends
 from hpcrl.config.errors import Problem, shown
-from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
+from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, UNPAIRED_LOSSES
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -136,6 +136,13 @@ def preference_losses(config: ConfigTree) -> Iterator[Problem]:
         if name not in PREFERENCE_LOSSES:
             hint = did_you_mean(name, PREFERENCE_LOSSES)
             yield Problem(f"{path}.loss_type", f'expected {", ".join(PREFERENCE_LOSSES)}, found "{name}"{hint}')
+    if config.trainer.unpaired and len(dpo.loss_type) > 1:
+        alone = next(name for name in dpo.loss_type if name in UNPAIRED_LOSSES)
+        yield Problem(
+            f"{path}.loss_type", f"{alone} trains single answers, and stands alone; leave the other losses out"
+        )
+    if config.trainer.unpaired and dpo.reference_free:
+        yield Problem(f"{path}.reference_free", f"{dpo.loss_type[0]} compares with a reference; set it to false")
     if dpo.loss_weights and len(dpo.loss_weights) != len(dpo.loss_type):
         yield Problem(
             f"{path}.loss_weights",

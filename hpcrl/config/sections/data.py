@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL_OR_SFT, SFT
 from hpcrl.config.effects import OTHER_PROMPTS, OTHER_TOKENS, READING_SPEED, SCORES
 from hpcrl.config.fields import Location
+from hpcrl.config.sections.dpo import UNPAIRED
 from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, any_of, required, setting, when
 
 _EVALUATED = any_of(when("data.val_data"), when("data.val_prompts"), needs="data.val_data or data.val_prompts")
@@ -80,10 +81,15 @@ class DataConfig:
 
     response_column: str | None = setting(
         None,
-        used_by=any_of(RL_OR_SFT, ENGINES, needs='trainer.mode="rl" or "sft", or data.val_prompts'),
+        used_by=any_of(
+            RL_OR_SFT,
+            ENGINES,
+            when(".label_column"),
+            needs='trainer.mode="rl" or "sft", data.val_prompts or data.label_column',
+        ),
         on_change=OTHER_PROMPTS,
     )
-    """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
+    """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response. With a label_column it is the answer that has the label; unset: completion."""
 
     conversation_column: str = setting("conversations", used_by=SFT, on_change=OTHER_PROMPTS)
     """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools`, a list of objects or its JSON text, goes to the chat template, also in other formats and in reinforcement learning. The text of a column `system` stands before messages without one."""
@@ -98,6 +104,9 @@ class DataConfig:
 
     rejected_column: str = setting("rejected", used_by=PAIRS, on_change=OTHER_PROMPTS)
     """Column with the worse answer."""
+
+    label_column: str | None = setting(None, used_by=UNPAIRED, on_change=OTHER_PROMPTS)
+    """Column with whether the answer of a row (response_column) is desirable: true or false, 1 or 0. Unset: rows are pairs, of which the chosen answer is desirable and the rejected one is not."""
 
     margin_column: str | None = setting(None, used_by=when("trainer.mode", "reward_model"), on_change=OTHER_PROMPTS)
     """Column with the margin of a pair, a number: by how much the score of the better answer should be ahead, with trainer.mode="reward_model". Unset: 0."""

@@ -161,6 +161,11 @@ class DistillationConfig:
     kl_discount_factor: float = setting(0.0, range=SHARE, used_by=(_REWARDS_COUNT, RL))
     """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
+    iw_opd_gamma: float = setting(
+        0.0, range=NOT_NEGATIVE, used_by=(when(".top_k", 0), when(".kl_discount_factor", 0.0), RL)
+    )
+    """Weigh a token's divergence by 1 + iw_opd_gamma times the share of the sample's absolute divergences that is still to come (arXiv:2606.22600, 0.5 there); 0: all alike."""
+
     include_prompt: bool = setting(False, used_by=RL)
     """Learn also the tokens that the policy did not choose: the prompt, and the environment's answers."""
 

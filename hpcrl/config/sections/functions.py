@@ -72,6 +72,7 @@ GROUP_REWARDS: dict[str, Named] = {
     "best": Named("1 for each sample whose own reward no other one of the group exceeds, else 0", ()),
     "unique": Named("each sample's own reward, where it is positive divided by the number of samples with the same answer", ()),
     "distinct": Named("the share of each answer's different three-word sequences that no other answer of the group has, from 0 to 1", ()),
+    "short": Named("what each sample's tokens are worth beside the others' (Kimi k1.5, arXiv:2501.12599)", ()),
     "pairwise_judge": Named("the share of comparisons with others of its group that each sample wins by a judge model, a draw counting half", ()),
 }
 

@@ -89,6 +89,25 @@ def distinct(group: Sequence[GroupSample], _environment: EnvironmentConfig) -> l
     return [sum(answers[ngram] == 1 for ngram in one) / max(1, len(one)) for one in ngrams]
 
 
+def short(group: Sequence[GroupSample], _environment: EnvironmentConfig) -> list[float]:
+    """Return what each sample's tokens are worth beside the others' (Kimi k1.5, arXiv:2501.12599, section 2.3.3).
+
+    From 0.5 for the fewest to -0.5 for the most, over all turns; a sample without a positive reward of its own earns nothing by being
+    short. All are 0 where the samples are equally long.
+
+    Formula:
+        s = 1/2 - (tokens - fewest) / (most - fewest) if r > 0, else min(0, s)
+    Use:
+        answers or agents' turns grow without a gain: with a small weight beside `own`, once the policy solves a good part of the tasks
+    """
+    tokens = [sample.n_tokens for sample in group]
+    fewest, most = min(tokens), max(tokens)
+    if fewest == most:
+        return [0.0] * len(group)
+    worth = [0.5 - (count - fewest) / (most - fewest) for count in tokens]
+    return [one if sample.reward > 0 else min(0.0, one) for one, sample in zip(worth, group, strict=True)]
+
+
 GroupReward = Callable[[Sequence[GroupSample], EnvironmentConfig], Iterable[float]]
 """What each sample of a group is worth, finite numbers in the order of the samples. It may be called in any thread.
 
@@ -101,6 +120,7 @@ GROUP_REWARDS: dict[str, GroupReward] = {
     "best": best,
     "unique": unique,
     "distinct": distinct,
+    "short": short,
     "pairwise_judge": pairwise_judge,
 }
 

@@ -79,7 +79,8 @@ def _load(model: Pretrained) -> NoReturn:
 def check_tokenizer(config: Config) -> tuple[list[Problem], list[str]]:
     """Return problems that would end a run, and notes about files that disagree."""
     trainer, generator = config.trainer, config.generator
-    chats = not trainer.offline or trainer.pairwise or config.data.format in ("conversations", "prompt_response")
+    of_answers = trainer.pairwise or trainer.unpaired
+    chats = not trainer.offline or of_answers or config.data.format in ("conversations", "prompt_response")
     problems, warnings = list[Problem](), list[str]()
     try:
         for found in of_tokenizer(

@@ -13,6 +13,7 @@ from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.offline.likelihood import LikelihoodMeasure, build_likelihood_objective
 from hpcrl.trainer.offline.preferences import PAIRS_REDUCTION, PreferenceMeasure, build_preference_objective
 from hpcrl.trainer.offline.rewards import RewardMeasure, build_reward_objective
+from hpcrl.trainer.offline.unpaired import UnpairedMeasure, build_unpaired_objective
 from hpcrl.trainer.packing import PackedRows
 
 
@@ -41,18 +42,22 @@ def objective_of(trainer: TrainerConfig) -> Objective:
         case "sft":
             return build_likelihood_objective(trainer.sft, trainer.distillation)
         case "dpo":
-            return build_preference_objective(trainer.dpo)
+            build = build_unpaired_objective if trainer.unpaired else build_preference_objective
+            return build(trainer.dpo)
         case "reward_model":
             return build_reward_objective(trainer.reward_model)
 
 
 def reduction_of(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
     """Return how the policy's loss becomes one number; arguments as of `build_reduction`."""
-    return PAIRS_REDUCTION if trainer.pairwise else build_reduction(trainer.algorithm, max_seq_len)
+    of_answers = trainer.pairwise or trainer.unpaired
+    return PAIRS_REDUCTION if of_answers else build_reduction(trainer.algorithm, max_seq_len)
 
 
 def measure_of(trainer: TrainerConfig) -> Measure:
     """Return the measure of validation sets, where rows of datasets are trained."""
     if trainer.mode == "reward_model":
         return RewardMeasure(trainer.reward_model)
+    if trainer.unpaired:
+        return UnpairedMeasure(trainer.dpo)
     return PreferenceMeasure(trainer.dpo) if trainer.mode == "dpo" else LikelihoodMeasure()

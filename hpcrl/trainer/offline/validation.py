@@ -19,6 +19,7 @@ from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.batching import Limits, RowRef, planned
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.build import Measure, measure_of
+from hpcrl.trainer.offline.unpaired import by_row
 from hpcrl.trainer.packing import MiniBatch, pack
 from hpcrl.trainer.stop import StopConsensus
 
@@ -36,6 +37,7 @@ class Validation:
         pairs: rows are pairs, which stay together.
         reference: the measure compares with the reference.
         values: it is of the values of a reward model.
+        unpaired: answers have labels.
     """
 
     run: Run
@@ -48,6 +50,7 @@ class Validation:
     pairs: bool = False
     reference: bool = False
     values: bool = False
+    unpaired: bool = False
 
     @classmethod
     def of(cls, run: Run, config: Config, limits: Limits) -> Validation:
@@ -55,6 +58,7 @@ class Validation:
         return cls(
             run, config.data, limits, trainer.eval_interval, trainer.eval_before_train, trainer.eval_batch_size,
             measure_of(trainer), pairs=trainer.pairwise, reference=trainer.compares_with_reference, values=trainer.trains_reward_model,
+            unpaired=trainer.unpaired,
         )  # fmt: skip
 
     def is_due(self, step: int, total: int, world: World) -> bool:
@@ -115,6 +119,10 @@ class Validation:
         samples = pack([read[ref.group][ref.index] for ref in own], own)
         if self.limits[0].shared:
             samples.share_prefixes()
+        if self.unpaired:
+            samples.scores.desirable = by_row(
+                samples, [rows[ref.group][0].rewards(rows[ref.group][1])[ref.index] for ref in own]
+            )
         mini = MiniBatch(plan, samples, data.rank)
         if self.reference:
             samples.scores.ref_logprobs = mini.scored(partial(policy.logprobs, reference=True), before)

@@ -75,7 +75,7 @@ OF_MODES = [
     Case(
         "pairs have no response",
         {**DPO, "data.response_column": "answer"},
-        "data.response_column", 'has no effect without trainer.mode="rl" or "sft", or data.val_prompts',
+        "data.response_column", 'has no effect without trainer.mode="rl" or "sft", data.val_prompts or data.label_column',
         {**DPO, "data.response_column": "answer", "data.val_prompts": ["p"]},
     ),
     Case(
@@ -119,6 +119,36 @@ OF_MODES = [
         {**DPO, "trainer.dpo.loss_type": ["sigmoid", "bco"]},
         "trainer.dpo.loss_type", 'found "bco"',
         {**DPO, "trainer.dpo.loss_type": ["sigmoid", "bco_pair"]},
+    ),
+    Case(
+        "drift is weighed by the sampled tokens",
+        {**TAUGHT, f"{DISTILLATION}.iw_opd_gamma": 0.5, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.iw_opd_gamma", f"has no effect without {DISTILLATION}.top_k=0",
+        {**TAUGHT, f"{DISTILLATION}.iw_opd_gamma": 0.5},
+    ),
+    Case(
+        "single answers have a loss alone",
+        {**DPO, "trainer.dpo.loss_type": ["kto", "sft"]},
+        "trainer.dpo.loss_type", "kto trains single answers, and stands alone",
+        {**DPO, "trainer.dpo.loss_type": ["kto"]},
+    ),
+    Case(
+        "single answers are compared with a reference",
+        {**DPO, "trainer.dpo.loss_type": ["kto"], "trainer.dpo.reference_free": True},
+        "trainer.dpo.reference_free", "kto compares with a reference",
+        {**DPO, "trainer.dpo.loss_type": ["sigmoid"], "trainer.dpo.reference_free": True},
+    ),
+    Case(
+        "only single answers have labels",
+        {**DPO, "data.label_column": "label"},
+        "data.label_column", "has no effect without kto or apo_zero_unpaired in trainer.dpo.loss_type",
+        {**DPO, "data.label_column": "label", "data.response_column": "answer", "trainer.dpo.loss_type": ["apo_zero_unpaired"]},
+    ),
+    Case(
+        "pairs that become single answers have columns of their own",
+        {**DPO, "data.chosen_column": "rejected", "trainer.dpo.loss_type": ["kto"]},
+        "data.rejected_column", "expected three columns of a pair",
+        {**DPO, "data.chosen_column": "rejected", "data.label_column": "label", "trainer.dpo.loss_type": ["kto"]},
     ),
     Case(
         "each loss of pairs has a weight, or none",

@@ -18,7 +18,7 @@ HERE = __name__
 
 
 def group(*samples: tuple[str, float]) -> list[GroupSample]:
-    return [GroupSample(text=text, reward=reward) for text, reward in samples]
+    return [GroupSample(text=text, reward=reward, n_tokens=len(text.split())) for text, reward in samples]
 
 
 def values(name: str, *samples: tuple[str, float]) -> list[float]:
@@ -59,6 +59,17 @@ def test_sequences_that_others_have_as_well_are_worth_nothing() -> None:
     assert values("distinct", ("a b c d", 0), ("x b c d", 0)) == [0.5, 0.5]
     assert values("distinct", ("a b c", 0), ("a b c", 0), ("", 0), ("c", 0)) == [0.0, 0.0, 0.0, 1.0]
     assert values("distinct", ("a a a a a", 0)) == [1.0], "a sequence counts once"
+
+
+def test_short_answers_earn_more_where_they_are_right_and_nothing_where_they_are_wrong() -> None:
+    assert values("short", ("a", 1), ("a b c", 1), ("a b c d e", 1), ("a", 0), ("a b c d e", -1)) == [
+        0.5,
+        0,
+        -0.5,
+        0,
+        -0.5,
+    ]
+    assert values("short", ("a b", 1), ("c d", 0)) == [0, 0], "equally long"
 
 
 @pytest.mark.parametrize("name", [name for name in GROUP_REWARDS if name != "pairwise_judge"])
