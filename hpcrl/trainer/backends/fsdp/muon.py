@@ -31,9 +31,9 @@ _RMS = 0.2
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that Muon moves: matrices and stacks of experts of the layers.
 
-    Adam moves all others: embeddings, convolutions, the head, single rows, tables of scales and shifts, and what comes before the layers and
-    behind them, such as the projections to and from latents of a diffusion transformer. The first source has Muon for hidden layers only,
-    and Adam for the first and the last one, gains and biases.
+    Adam moves embeddings, convolutions, the head, single rows, and tables of scales and shifts. It also moves what comes before the layers
+    and behind them, such as the projections to and from latents of a diffusion transformer. The first source has Muon for hidden layers
+    only, and Adam for the first and the last one, gains and biases.
     """
     inner = {id(each) for module in model.modules() if isinstance(module, _LAYERS) for each in module.parameters()}
     inner -= {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | _ConvNd)}
