@@ -6,6 +6,7 @@ Weights, gradients and optimizer state are what the engines hold, byte by byte. 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ EMBEDDING, HEAD = -1, -2
 """Units of their own."""
 
 _MOMENTS = 2  # of Adam; one of what Muon moves
-_OUTER = "embed", "lm_head", "score", "conv"
+_OUTER, _LAYER = ("embed", "lm_head", "score", "conv", "_table"), re.compile(r"(^|\.)\d+\.")
 _BLOCK, _LEAST_8BIT, _CODES = 256, 4096, 256  # of torchao's moments of 8 bits
 _STEP = 4  # Adam counts the steps of each parameter in a float32
 _LOGIT_COPIES = 5  # float32 or logprob_dtype [rows, V] at a time: logits, log-probabilities, their exponentials, products, a gradient
@@ -47,9 +48,9 @@ class Weight:
 
     @property
     def moved_by_muon(self) -> bool:
-        """Whether it is a matrix, or a stack of experts, of the hidden layers."""
-        inner = not any(text in self.name for text in _OUTER)
-        return inner and len(self.shape) in (2, 3) and min(self.shape[-2:]) > 1
+        """Whether it is a matrix, or a stack of experts, of the hidden layers, whose names have numbers."""
+        inner = _LAYER.search(self.name) and not any(text in self.name for text in _OUTER)
+        return bool(inner) and len(self.shape) in (2, 3) and min(self.shape[-2:]) > 1
 
     def on(self, ranks: int, index: int = 0) -> int:
         """Return the number of a parameter's elements on one FSDP2 rank. Ranks have equally many rows (first dimension), the last ones the

@@ -25,7 +25,15 @@ def memory_of_parameters(config: Config, model: Any, copies: int) -> tuple[str, 
     everything = sum(weight.count for weight in weights)
     precision = policy.fsdp_config.mixed_precision
     frozen = precision.param_dtype if policy.model.lora.rank else precision.master_dtype
-    need = fsdp_state(weights, ranks, precision.master_dtype, frozen_dtype=frozen)
+    optimizer = policy.optimizer_config
+    need = fsdp_state(
+        weights,
+        ranks,
+        precision.master_dtype,
+        frozen_dtype=frozen,
+        moments=optimizer.moments,
+        muon=optimizer.name == "Muon",
+    )
     kept = copies * trained * BYTES[precision.master_dtype] // ranks
     parts = {"weights": need.weights + kept, "gradients and optimizer": need.gradients + need.optimizer}
     return f"{everything:,} parameters, {everything - trained:,} of them frozen", parts

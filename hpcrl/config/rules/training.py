@@ -102,6 +102,18 @@ def frozen(config: ConfigTree) -> Iterator[Problem]:
             yield Problem("trainer.policy.freeze_pattern", f'"{pattern}" is not a regular expression: {error}')
 
 
+def parameter_groups(config: ConfigTree) -> Iterator[Problem]:
+    for role, section in (("policy", config.trainer.policy), ("critic", config.trainer.critic)):
+        for name, group in section.optimizer_config.groups.items():
+            try:
+                re.compile(group.match)
+            except re.error as error:
+                yield Problem(
+                    f"trainer.{role}.optimizer_config.groups.{name}.match",
+                    f'"{group.match}" is not a regular expression: {error}',
+                )
+
+
 def profiles(config: ConfigTree) -> Iterator[Problem]:
     path, profiler, ranks = "trainer.profiler", config.trainer.profiler, config.trainer.placement.policy_ranks
     ranks += config.trainer.placement.critic_ranks if config.trainer.has_own_critic else 0
@@ -289,7 +301,9 @@ def muon(config: ConfigTree) -> Iterator[Problem]:
         path, kept = f"trainer.{name}.optimizer_config", section.optimizer_config.moments
         if config.trainer.strategy == "megatron":
             yield Problem(
-                f"{path}.name", "Megatron-core has Adam here; expected AdamW or Adam, or trainer.strategy=fsdp2"
+                f"{path}.name",
+                "Megatron-core's Muon needs the package emerging_optimizers, which hpcrl does not install, and an optimizer that is not divided "
+                "among ranks; expected AdamW or Adam, or trainer.strategy=fsdp2",
             )
         if kept is not None:
             yield Problem(

@@ -200,9 +200,23 @@ _WARM_UP = any_of(
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroupConfig:
+    """Trained parameters with a learning rate and a weight decay of their own."""
+
+    match: str
+    """Regular expression that is searched in the names of trained parameters, which are those of freeze_pattern. Adapters are named as in PEFT's files: "lora_B" finds their second matrices. It has to find one, and none of another group."""
+
+    lr_factor: float = setting(1.0, range=NOT_NEGATIVE)
+    """Factor of the learning rate; 0: they stay as they are, as with freeze_pattern, which saves their gradients and moments too."""
+
+    weight_decay: float | None = setting(None, range=NOT_NEGATIVE)
+    """Weight decay; unset: that of the section."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     name: Literal["AdamW", "Adam", "Muon"] = setting("AdamW", on_change=OTHER_MOMENTS)
-    """AdamW decays weights independently of the gradient, Adam adds the decay to it. Muon moves matrices by the orthogonal factor of their momentum, scaled so that learning rates and decay of AdamW fit (arXiv:2502.16982), and embeddings, head and vectors by AdamW. It keeps one moment of matrices in place of two. FSDP2 only."""
+    """AdamW decays weights independently of the gradient, Adam adds the decay to it. Muon moves matrices of the layers by the orthogonal factor of their momentum, scaled so that learning rates and decay of AdamW fit (arXiv:2502.16982). AdamW moves all else: embeddings, head, vectors, and what comes before and behind the layers. Muon keeps one moment of matrices in place of two. FSDP2 only."""
 
     muon_momentum: float = setting(0.95, range=Range(0, 1, high_open=True), used_by=when(".name", "Muon"))
     """Decay rate of the momentum of matrices, per optimizer step; the step looks ahead by it (Nesterov)."""
@@ -230,6 +244,9 @@ class OptimizerConfig:
 
     weight_decay: float = setting(0.01, range=NOT_NEGATIVE)
     """Weight decay: AdamW takes lr * weight_decay of each weight away at each optimizer step."""
+
+    groups: dict[str, ParameterGroupConfig] = setting({})
+    """Parameters that learn at another rate or decay otherwise, by names of your own: tables [trainer.policy.optimizer_config.groups.NAME]. What is in none learns as this section says (docs/large_models.md)."""
 
     max_grad_norm: float = 1.0
     """Bound on the 2-norm of all gradients together, above which they are scaled down; 0 or less: none."""

@@ -123,7 +123,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.moments": "bf16", f"{OPTIMIZER}.adam_betas": [0.9, 0.99]},
     ),
     (
-        {f"{OPTIMIZER}.name": "Muon", **MEGATRON}, f"{OPTIMIZER}.name", "or trainer.strategy=fsdp2", {f"{OPTIMIZER}.name": "Muon"},
+        {f"{OPTIMIZER}.name": "Muon", **MEGATRON}, f"{OPTIMIZER}.name", "Muon needs the package emerging_optimizers", {f"{OPTIMIZER}.name": "Muon"},
     ),
     (
         {f"{OPTIMIZER}.name": "Muon", f"{OPTIMIZER}.moments": "8bit"}, f"{OPTIMIZER}.moments", "8bit moments are Adam's",
@@ -152,6 +152,11 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"trainer.policy.freeze_pattern": ["(a"]}, "trainer.policy.freeze_pattern", '"(a" is not a regular expression',
         {"trainer.policy.freeze_pattern": ["(a)"]},
+    ),
+    (
+        {"trainer.critic.model.path": "critic", "trainer.critic.optimizer_config.groups": {"mine": {"match": "(a"}}},
+        "trainer.critic.optimizer_config.groups.mine.match", '"(a" is not a regular expression',
+        {"trainer.critic.model.path": "critic", "trainer.critic.optimizer_config.groups": {"mine": {"match": "(a)"}}},
     ),
     (
         {"trainer.profiler.enable": True, "trainer.profiler.ranks": [0, 1]}, "trainer.profiler.ranks", "from 0 to 0",

@@ -18,7 +18,8 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import pack
 from hpcrl.types import MicroBatch
 from tests.trainer import critic_scenarios
-from tests.trainer.material import make_sample
+from tests.trainer.kernels.scenarios import stopped
+from tests.trainer.material import make_sample, run_of_two
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import whole
 
@@ -111,3 +112,29 @@ def test_copies_sum_their_gradients_once_for_each_step(model_path: Path, tmp_pat
         assert once == after > 0, name
         assert each == MICRO_BATCHES * once, name
         assert max(of_engine["differences"]) < 1e-5, name
+
+
+def test_muon_moves_copies_alike_and_their_state_goes_on_elsewhere(
+    model_path: Path, alone: World, tmp_path: Path, four: Ranks
+) -> None:
+    """Two copies of two ranks are as four ranks that share one, also from a checkpoint on; and so is one rank."""
+    run = str(run_of_two(tmp_path / "run", 4, 3).path)
+
+    def options(out: str, saved: str, fsdp: dict[str, Any], **more: Any) -> dict[str, Any]:
+        policy = {"optimizer_config": {"name": "Muon", "lr": 2e-3}, "fsdp_config": fsdp}
+        places = {"model": str(model_path), "run": run, "saved": str(tmp_path / saved), "out": str(tmp_path / out)}
+        return {"trainer": {"policy": policy}, "micro": 4, **places, **more}
+
+    copies, scenario = {"fsdp_size": 2}, "kernels.scenarios:stopped"
+    four.play(
+        [
+            (scenario, options("shared", "of-shared", {})),
+            (scenario, options("copies", "of-copies", copies)),
+            (scenario, options("again", "of-copies", copies, restores=True)),
+        ]
+    )
+    stopped(alone, options("alone", "of-copies", {}, restores=True))
+    shared, *others = (json.loads((tmp_path / out).read_text()) for out in ("shared", "copies", "again", "alone"))
+    for found in others:
+        for name, near in (("final_loss", 1e-4), ("grad_norm", 1e-2)):
+            assert [one[name] for one in found] == pytest.approx([one[name] for one in shared], abs=near, rel=near)

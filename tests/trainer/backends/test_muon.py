@@ -24,7 +24,11 @@ from tests.trainer.material import run_of_two
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import make_engine
 
-MUON = {"trainer": {"policy": {"optimizer_config": {"name": "Muon"}}}, "micro": 4}
+GROUPS = {
+    "attention": {"match": "self_attn", "lr_factor": 0.5},
+    "norms": {"match": "layernorm", "weight_decay": 0.0},
+}
+MUON = {"trainer": {"policy": {"optimizer_config": {"name": "Muon", "groups": GROUPS}}}, "micro": 4}
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (8, 8), (3, 4, 12)])
@@ -92,7 +96,10 @@ def test_ranks_that_share_experts_compute_their_own(two: Ranks, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("layer", "moments"),
-    [(nn.Linear(6, 5, bias=False), {"momentum_buffer"}), (nn.LayerNorm(6), {"step", "exp_avg", "exp_avg_sq"})],
+    [
+        (nn.Sequential(nn.Linear(6, 5, bias=False)), {"momentum_buffer"}),
+        (nn.LayerNorm(6), {"step", "exp_avg", "exp_avg_sq"}),
+    ],
 )
 def test_matrices_or_the_rest_can_be_all_that_is_trained(layer: nn.Module, moments: set[str]) -> None:
     optimizer = make_optimizer(layer, OptimizerConfig(name="Muon"))
@@ -109,7 +116,7 @@ def test_updates_take_the_memory_of_gradients() -> None:
     gradient = layer.weight.grad
     assert gradient is not None
     before = gradient.clone()
-    make_step(make_optimizer(layer, OptimizerConfig(name="Muon")), 0.1)
+    make_step(make_optimizer(nn.Sequential(layer), OptimizerConfig(name="Muon")), 0.1)
     assert (gradient != before).all()
 
 

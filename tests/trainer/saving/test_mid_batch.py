@@ -62,6 +62,13 @@ RANDOM = {
         },
     }
 }
+MUON = {
+    "trainer": {
+        "policy": {"optimizer_config": {"name": "Muon"}, "fsdp_config": {"fsdp_size": 1}},
+        "policy_mini_batch_size": 1,
+        "max_tokens_per_micro_batch": 16,
+    }
+}
 CRITIC_UPDATES = 4
 SECONDS = "resilience/signal_to_commit_seconds"
 TIMES = re.compile("timing/|throughput/|memory/|resilience/")
@@ -198,6 +205,19 @@ def test_random_numbers_go_on(random_runs: dict[str, Run]) -> None:
     ratios = {step: metrics["policy/loss_metrics/clip_ratio"] for step, metrics in curve(random_runs["whole"]).items()}
     assert all(ratio > 0 for ratio in ratios.values()), "tokens are drawn"
     assert any(updates for _, updates in told_by(random_runs["broken"])[1]["positions"])
+
+
+@pytest.mark.faults_slow
+def test_copies_that_muon_moves_go_on_in_the_middle_of_a_batch(tmp_path: Path, model_path: Path) -> None:
+    whole, broken = (made(tmp_path / name, model_path, MUON) for name in ("whole", "broken"))
+    two = Attempts(tmp_path)
+    two.of(whole, [""])
+    two.of(broken, ["update.micro_batch@4:signal=SIGTERM", ""])
+    two.make(2)
+    (position,) = told_by(broken)[0]["positions"]
+    assert position[0] == 0
+    assert position[1] > 0
+    assert_same(broken, whole, 1e-6)
 
 
 def test_one_rank_goes_on_for_two(runs: dict[str, Run]) -> None:

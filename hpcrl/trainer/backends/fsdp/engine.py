@@ -87,7 +87,8 @@ class FsdpEngine(Generic[Model]):
         if recomputation is not None:
             offload = isinstance(section, PolicyConfig) and section.activation_offload
             recompute(model.model, recomputation, offload=offload)
-        self._optimizer = make_optimizer(model, self._optimizer_config)
+        role = "trainer.policy" if isinstance(section, PolicyConfig) else "trainer.critic"
+        self._optimizer = make_optimizer(model.model, self._optimizer_config, role)
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates

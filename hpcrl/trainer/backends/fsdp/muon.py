@@ -23,20 +23,27 @@ from hpcrl.trainer.backends.fsdp.sharding import local
 # a, b and c of x -> a x + b x³ + c x⁵, which moves singular values from (0, 1] to about 1; the first of the two sources has them
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS, _EPS = 5, 1e-7
+_LAYERS = nn.ModuleList, nn.Sequential
 _RMS = 0.2
 """Root mean square of an update by AdamW, as arXiv:2502.16982 measures it."""
 
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that Muon moves: matrices and stacks of experts, but no embedding, convolution, output layer or single row."""
-    others = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | _ConvNd)}
+    """Return the parameters that Muon moves: matrices and stacks of experts of the layers.
+
+    Adam moves embeddings, convolutions, the head, single rows, and tables of scales and shifts. It also moves what comes before the layers
+    and behind them, such as the projections to and from latents of a diffusion transformer. The first source has Muon for hidden layers
+    only, and Adam for the first and the last one, gains and biases.
+    """
+    inner = {id(each) for module in model.modules() if isinstance(module, _LAYERS) for each in module.parameters()}
+    inner -= {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | _ConvNd)}
     for module in model.modules():
         head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
-        others |= {id(each) for each in head.parameters()} if isinstance(head, nn.Module) else set()
+        inner -= {id(each) for each in head.parameters()} if isinstance(head, nn.Module) else set()
     return {
         each
-        for each in model.parameters()
-        if each.ndim in (2, 3) and min(each.shape[-2:]) > 1 and id(each) not in others
+        for name, each in model.named_parameters()
+        if each.ndim in (2, 3) and min(each.shape[-2:]) > 1 and id(each) in inner and not name.endswith("_table")
     }
 
 
@@ -44,30 +51,26 @@ class Muon(torch.optim.Optimizer):
     """Muon for matrices and Adam for other parameters, in one optimizer.
 
     Args:
-        matrices: [A, B], or [E, A, B] of E experts; they may be sharded.
-        adam: of the other parameters; their learning rate and weight decay are those of the matrices.
+        matrices: groups of [A, B], or [E, A, B] of E experts, with weight decays; they may be sharded.
+        adam: of the other parameters.
         momentum: decay rate of the sum of gradients, per optimizer step.
     """
 
-    def __init__(self, matrices: Sequence[nn.Parameter], adam: torch.optim.Adam, momentum: float) -> None:
-        first = adam.param_groups[0]
-        super().__init__(
-            list(matrices), {"lr": first["lr"], "weight_decay": first["weight_decay"], "momentum": momentum}
-        )
-        self._adam = adam
+    def __init__(self, matrices: list[dict[str, Any]], adam: torch.optim.Adam, momentum: float) -> None:
+        super().__init__(matrices, {"lr": adam.defaults["lr"], "momentum": momentum})
+        self._matrices, self._adam = len(matrices), adam
         self.state = adam.state
         self.param_groups += adam.param_groups
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
-        group = self.param_groups[0]
-        lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
-        moved = [each for each in group["params"] if each.grad is not None]
-        updates = [self._with_momentum(each, momentum) for each in moved]
+        groups = self.param_groups[: self._matrices]
+        moved = [(each, group) for group in groups for each in group["params"] if each.grad is not None]
+        updates = [self._with_momentum(each, group["momentum"]) for each, group in moved]
         for place, update in _orthogonal(updates):
-            parameter = moved[place]
-            scale = _RMS * math.sqrt(max(parameter.shape[-2:]))
-            local(parameter).mul_(1 - lr * decay).add_(update, alpha=-lr * scale)
+            parameter, group = moved[place]
+            lr, scale = group["lr"], _RMS * math.sqrt(max(parameter.shape[-2:]))
+            local(parameter).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
         self._adam.step()
 
     def _with_momentum(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:

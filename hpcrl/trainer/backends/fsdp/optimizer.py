@@ -14,33 +14,47 @@ from torch.distributed.tensor import DTensor
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.trainer.backends.fsdp.muon import Muon, matrices_of
 from hpcrl.trainer.backends.fsdp.sharding import local
+from hpcrl.trainer.models.parameter_groups import ParameterGroup, parameter_groups
 
 _FIRST, _GROWS_AFTER = 2.0**16, 2000
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of a model's trained parameters."""
-    trained = [each for each in model.parameters() if each.requires_grad]
+def make_optimizer(model: nn.Module, settings: OptimizerConfig, role: str = "trainer.policy") -> torch.optim.Optimizer:
+    """Return the optimizer of a model's trained parameters; role and errors as of `parameter_groups`."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    groups = parameter_groups(trained, settings, role)
     if settings.name != "Muon":
-        return make_adam(trained, settings)
+        return make_adam(_groups(groups, trained), settings)
     matrices = matrices_of(model)
-    adam = make_adam([each for each in trained if each not in matrices], settings)
+    moved = _groups(groups, {name: each for name, each in trained.items() if each in matrices})
+    adam = make_adam(_groups(groups, {name: each for name, each in trained.items() if each not in matrices}), settings)
     assert isinstance(adam, torch.optim.Adam), "rules refuse moments of fewer bits"
-    moved = [each for each in trained if each in matrices]
     return Muon(moved, adam, settings.muon_momentum) if moved else adam
 
 
-def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return Adam by the configuration; low-precision moments are torchao's, which computes in float32."""
-    options: dict[str, Any] = {
-        "lr": settings.lr,
-        "betas": tuple(settings.adam_betas),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
+def _groups(groups: list[ParameterGroup], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """Return the groups with their parameters among these, as optimizers take them; none that would be empty."""
+    found = [
+        {
+            "params": [each for name, each in parameters.items() if name in group.names],
+            "lr_factor": group.lr_factor,
+            "weight_decay": group.weight_decay,
+        }
+        for group in groups
+    ]
+    return [group for group in found if group["params"]]
+
+
+def make_adam(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return Adam by the configuration; low-precision moments are torchao's, which computes in float32.
+
+    Args:
+        groups: of parameters; none where Muon moves all.
+    """
+    options: dict[str, Any] = {"lr": settings.lr, "betas": tuple(settings.adam_betas), "eps": settings.eps}
     if settings.moments is None:
         return torch.optim.Adam(
-            [{"params": trained}],  # Muon may leave it none, which a bare list must not be
+            groups or [{"params": [], "lr_factor": 1.0}],  # torch refuses a list without groups
             **options,
             decoupled_weight_decay=settings.name != "Adam",
             fused=settings.implementation == "fused",
@@ -50,8 +64,10 @@ def make_adam(trained: list[nn.Parameter], settings: OptimizerConfig) -> torch.o
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
     OptimState8bit.implements(torch.ops.aten.zero_.default)(_zero)  # which forget_moments asks for
-    optimizer = (AdamW8bit if settings.name == "AdamW" else Adam8bit)(trained, **options)
-    for parameter in trained:  # what it would make itself with the first gradient
+    optimizer = (AdamW8bit if settings.name == "AdamW" else Adam8bit)(groups, **options)
+    for parameter in [
+        each for group in groups for each in group["params"]
+    ]:  # what it would make itself with the first gradient
         first, second = (
             torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
             if settings.moments == "bf16"
@@ -72,7 +88,8 @@ def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Make an optimizer step with this learning rate."""
     own = isinstance(optimizer, torch.optim.Adam | Muon)
     for group in optimizer.param_groups:
-        group["lr"] = lr if own else group["lr"].fill_(lr)
+        of_group = lr * group["lr_factor"]
+        group["lr"] = of_group if own else group["lr"].fill_(of_group)
     # torchao compiles its step, for each shape of a parameter: minutes on a CPU, where there is nothing to win
     on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
     with nullcontext() if own or not on_cpu else torch.compiler.set_stance("force_eager"):

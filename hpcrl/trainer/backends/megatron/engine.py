@@ -31,7 +31,7 @@ from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
 from hpcrl.trainer.backends.megatron.state import ShardedState
-from hpcrl.trainer.backends.megatron.trainable import mark_trained
+from hpcrl.trainer.backends.megatron.trainable import group_overrides, mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
@@ -84,8 +84,9 @@ class MegatronEngine(Generic[Model]):
         if megatron.ddp_config.overlap_grad_reduce:
             waits = [chunk.no_sync for chunk in self._wrapped]
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
-        # nothing is exempt from weight decay, as with FSDP2
-        self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
+        # nothing else is exempt from weight decay, as with FSDP2
+        overrides = group_overrides(self._chunks, self._architecture, section.optimizer_config, role, world)
+        self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides=overrides)
         state = self._chunks, self._architecture, self._optimizer
         self._saved = ShardedState(*state, world, adapted=self._lora.rank > 0)
         self._host = HostStorages(world.device)
@@ -110,7 +111,7 @@ class MegatronEngine(Generic[Model]):
         if done:
             self._clip(norm)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_mult"]
             optimizer.step_with_ready_grads()
             self.updates += 1
         self._forget_gradients()

@@ -16,10 +16,12 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
 from hpcrl.families.pi05.architecture import own_name
 from hpcrl.families.pi05.engine import ActionEngine
-from hpcrl.families.pi05.policy import ActionPolicy
+from hpcrl.families.pi05.policy import ActionPolicy, action_source
 from hpcrl.families.pi05.samples import ACTIONS, IMAGES, PATH
 from hpcrl.families.pi05.source import loaded
 from hpcrl.families.pi05.statistics import statistics_of
+from hpcrl.planning.whole_model import memory_of_parameters
+from hpcrl.trainer.backends.fsdp.muon import matrices_of
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.publish import Publisher
 from tests.data.pi05.material import write_lerobot
@@ -180,3 +182,18 @@ def test_more_actions_than_a_chunk_has_are_refused(engine: ActionEngine) -> None
     config = configured(MODEL, "environment.skyrl_gym.robot.actions_per_turn=3")
     with pytest.raises(DataError, match="actions_per_turn: expected at most 2"):
         play(config, engine)
+
+
+def test_muon_moves_the_matrices_of_layers() -> None:
+    """Not what takes and gives actions; `plan` counts the same."""
+    with_adam, with_muon = (
+        configured(MODEL, f"trainer.policy.optimizer_config.name={name}") for name in ("AdamW", "Muon")
+    )
+    model = action_source(with_muon.trainer).empty(torch.float32, "")
+    moved = matrices_of(model)
+    names = {name for name, each in model.named_parameters() if each in moved}
+    assert "expert.layers.0.self_attn.q_proj.weight" in names
+    assert not [name for name in names if name.startswith(("action_", "time_"))]
+    saved = [memory_of_parameters(config, model, 0)[1]["gradients and optimizer"] for config in (with_adam, with_muon)]
+    steps = 4 * len(names)  # which Adam counts for each parameter
+    assert saved[0] - saved[1] == sum(4 * each.numel() for each in moved) + steps

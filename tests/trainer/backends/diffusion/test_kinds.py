@@ -10,8 +10,11 @@ import torch
 from PIL import Image
 
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.families.diffusion.model import transformer_source
 from hpcrl.families.diffusion.pipelines.tokens import load_tokenizer
 from hpcrl.families.diffusion.policy import DiffusionPolicy
+from hpcrl.planning.memory import Weight
+from hpcrl.trainer.backends.fsdp.muon import matrices_of
 from hpcrl.trainer.distributed import World
 
 pytest.importorskip("diffusers")
@@ -63,3 +66,16 @@ def test_it_trains_what_its_engine_made(kind: str, way: str, tmp_path: Path, alo
     if kind == "wan":  # one frame of latents for the first of the video, one for the four others; and how bright it is
         expected += 2 + np.stack(pixels).mean()
     assert painted.batch.groups[0].rewards[1] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sd3", "wan"])
+def test_muon_moves_the_matrices_of_its_layers(kind: str, tmp_path: Path) -> None:
+    """Neither what embeds latents, times and prompts, nor what gives the velocity, nor scales and shifts."""
+    given = (f"trainer.policy.model.path={write_wan(tmp_path / kind)}", *VIDEO) if kind == "wan" else ()
+    model = transformer_source(tiny(*given).trainer).empty(torch.float32, "")
+    moved, layers = matrices_of(model), "blocks" if kind == "wan" else "transformer_blocks"
+    names = {name for name, each in model.named_parameters() if each in moved}
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert names == {name for name in linear if name.startswith(f"{layers}.")}
+    assert "proj_out.weight" in linear - names
+    assert {name for name, each in model.named_parameters() if Weight(name, tuple(each.shape)).moved_by_muon} == names

@@ -50,6 +50,11 @@ SELECTIVE = {"transformer_config_kwargs": {"recompute_granularity": "selective"}
 DISTILLED = {"enable": True, "model_path": "reference", "top_k": 3, "jsd_beta": 0.25, "loss_weight": 0.4}
 REPLAYED = {"policy": {"experts": {"router_replay": "R3", "aux_loss_coef": 0.1}}}
 BALANCED = {"policy": {"experts": {"aux_loss_coef": 0.3, "z_loss_coef": 0.02}}}
+GROUPS = {
+    "norms": {"match": "norm", "weight_decay": 0.0},
+    "attention": {"match": r"self_attn\.\w+_proj", "lr_factor": 0.25},
+    "head": {"match": "lm_head", "lr_factor": 2.0, "weight_decay": 20.0},
+}
 FIRST_STAGE = r"embed_tokens|layers\.[01]\."
 
 # what one rank of FSDP2 does: the section of the trainer, models
@@ -58,6 +63,7 @@ TRUTHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "clipped": (optimizer(max_grad_norm=0.05), ["tied", "moe"]),
     "adam": (optimizer(name="Adam", weight_decay=0.5, adam_betas=[0.8, 0.99]), ["tied"]),
     "decay": (optimizer(weight_decay=5.0), ["untied", "moe"]),
+    "groups": (optimizer(weight_decay=5.0, groups=GROUPS), ["untied"]),
     "distilled": ({"distillation": DISTILLED}, ["untied"]),
     "frozen": (frozen(r"layernorm|layers\.2\.", "embed_tokens"), ["untied"]),
     "frozen-stage": (frozen(FIRST_STAGE), ["untied"]),
@@ -96,6 +102,7 @@ OPTIONS: dict[int, list[Row]] = {
         ("tp2-clipped", TP2, {}, "clipped", ["tied"]),
         ("tp2-frozen-recomputed", TP2, RECOMPUTED, "frozen", ["untied"]),
         ("tp2-distilled", TP2, {}, "distilled", ["untied"]),
+        ("pp2-groups", PP2, {}, "groups", ["untied"]),
         ("pp2-dynamic", PP2 | DYNAMIC, {}, "plain", ["moe"]),
         ("pp2-selective", PP2 | SELECTIVE, RECOMPUTED, "plain", ["tied"]),
         ("pp2-frozen-stage", PP2, {}, "frozen-stage", ["untied"]),
@@ -125,6 +132,8 @@ MORE: dict[int, list[Row]] = {
         ("dp2-overlap", OVERLAP, {}, "plain", ["tied"]),
         ("tp2-etp1-whole", TP2 | ETP1 | WHOLE, {}, "plain", ["moe"]),
         ("ep2-whole", EP2 | WHOLE, {}, "plain", ["moe"]),
+        ("tp2-groups-whole", TP2 | WHOLE, {}, "groups", ["untied"]),
+        ("dp2-groups", {}, {}, "groups", ["untied"]),
         ("tp2-adam", TP2, {}, "adam", ["tied"]),
         ("pp2-frozen", PP2, {}, "frozen", ["untied"]),
         ("dp2-clipped", {}, {}, "clipped", ["tied"]),
@@ -238,12 +247,31 @@ def test_more_options_train_alike(played: Played, size: int, name: str, like: st
 def test_what_is_compared_does_something(played: Played):
     norms = [update["grad_norm"] for update in played.truth["clipped", "tied"].told["updates"]]
     assert min(norms) > 0.05
-    for name, model in (("clipped", "tied"), ("adam", "tied"), ("distilled", "untied")):
+    for name, model in (("clipped", "tied"), ("adam", "tied"), ("distilled", "untied"), ("groups", "untied")):
         plain, moved = played.truth["plain", model], played.truth[name, model].tensors
         assert (
             max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights"))
             > 3e-4
         ), name
+
+
+def test_groups_of_nothing_or_of_parts_are_errors_on_all_ranks(seam: Seam):
+    refused = {
+        "no_such": 'groups.mine.match "no_such" finds no trained parameter; these are trained: model.embed_tokens.weight, ',
+        "q_proj": "are one parameter with trainer.strategy=megatron",
+    }
+    ways = {
+        match: seam.way(
+            f"groups-{match}",
+            "untied",
+            laid_over(megatron(**PP2), optimizer(groups={"mine": {"match": match}})),
+            [],
+        )
+        for match in refused
+    }
+    seam.play(2, list(ways.values()))
+    for match, text in refused.items():
+        assert text in seam.told(ways[match]).told["error"]
 
 
 def test_the_head_runs_for_trained_tokens_only(seam: Seam):
