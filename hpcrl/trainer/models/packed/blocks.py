@@ -1,9 +1,9 @@
 """A forward pass in blocks of tokens, for trainer and embedded engine alike: the numbers of a token do not depend on what is computed beside it.
 
-Matrix products and attention kernels sum in another order for matrices of another size. So each sample begins a block of its own, and each
-product is of one block: the token at place p of its sample is row p mod BLOCK of a product of BLOCK rows, whether a trainer computes all of
-its batch, an engine a prompt, or an engine the newest token (batch invariance; H. He, Thinking Machines, "Defeating Nondeterminism in LLM
-Inference", 2025). Attention is computed for the queries of a block, with the keys up to its end.
+Matrix products and attention kernels sum in another order for matrices of another size. So each product is of one block of rows, and each
+sample begins a block of its own. The token at place p is row p mod BLOCK of its product. That holds in a trainer's batch, an engine's prompt
+and for the newest token alike (batch invariance: H. He, Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025).
+Attention is computed for the queries of a block, with the keys up to its end.
 Everything else is computed by row. It has rows in multiples of a block, because vector instructions leave a remainder to others.
 """
 
