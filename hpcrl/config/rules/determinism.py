@@ -24,6 +24,7 @@ def has_bits_of_engine(trainer: TrainerConfig) -> bool:
         and policy.sequence_parallel_size == 1
         and policy.model.lora.rank == 0
         and policy.experts.router_replay == "none"
+        and not (policy.compile_model or policy.use_torch_compile)
     )
 
 

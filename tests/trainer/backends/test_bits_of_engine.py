@@ -117,6 +117,8 @@ def test_gradients_are_those_of_whole_matrices(alone: World) -> None:
         {"use_sample_packing": False},
         {"shared_prefixes": True},
         {"policy": {"sequence_parallel_size": 2}},
+        {"policy": {"compile_model": True}},
+        {"policy": {"use_torch_compile": True}},
         {"policy": {"model": {"lora": {"rank": 4}}}},
     ],
     ids=str,
