@@ -96,8 +96,8 @@ def attend_in_blocks(
     for first in range(0, query.shape[2], BLOCK):
         end = before + first + BLOCK
         # in memory of its own: kernels may choose by strides
-        of_these = query[:, :, first : first + BLOCK], key[:, :, :end], value[:, :, :end]
-        outputs.append(last_tokens(*(each.contiguous() for each in of_these), kind))
+        keys, values = key[:, :, :end].contiguous(), value[:, :, :end].contiguous()
+        outputs.append(last_tokens(query[:, :, first : first + BLOCK].contiguous(), keys, values, kind))
     return torch.cat(outputs, 2)[0].transpose(0, 1)
 
 
@@ -153,4 +153,4 @@ class SampleBlocks:
         """Return the attention output [D, H, N], causal within each sample."""
         sizes = list(map(rounded_up, self.lengths))
         samples = zip(*(heads_DHN.split(sizes) for heads_DHN in (query_DHN, key_DHN, value_DHN)), strict=True)
-        return torch.cat([attend_in_blocks(*sample, kind) for sample in samples])
+        return torch.cat([attend_in_blocks(query, key, value, kind) for query, key, value in samples])
