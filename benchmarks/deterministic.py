@@ -93,10 +93,11 @@ def measured(world: World, given: argparse.Namespace) -> dict[str, Any]:
     configs = {name: settings(given.model, deterministic=name == "deterministic") for name in apart}
     options = {name: embedded_options(config) for name, config in configs.items()}
     options["alone"] = replace(options["deterministic"], in_blocks=False)
-    engines = {name: Embedded(one) for name, one in options.items()}
+    engines = dict[str, Embedded]()
+    for name, one in options.items():  # transformers loads one model of a process at a time
+        engines[name] = Embedded(one)
+        engines[name].wait_ready(_START_S)
     policies = {name: FsdpPolicy(config.trainer, 1.0, world) for name, config in configs.items()}
-    for engine in engines.values():
-        engine.wait_ready(_START_S)
     for number in range(1 + given.rounds):  # the first one is not measured
         for name, engine in engines.items():
             began = time.process_time()
