@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ _WORSE = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "hpcrl bench [-h] FILE... [KEY=VALUE...] | report RUN | compare A B  [options]"
+    parser.usage = "hpcrl bench [-h] FILE... [KEY=VALUE...] | report RUN | compare A... B  [options]"
     assert parser.description
     parser.description += (
-        " report writes the report of such a run again. compare shows two reports, each a JSON file or a run."
-        f" Exit code 1: a figure is out of line, or in the second report worse by more than {_WORSE:.0%}."
+        " report writes the report of such a run again. compare shows two reports, each a JSON file or a run; of several before the last one, their medians."
+        f" Exit code 1: a figure is out of line, or in the last report worse by more than {_WORSE:.0%}."
     )
     parser.epilog = "example: hpcrl bench my-site.toml --nodes 2 --minutes 30"
     parser.add_argument("settings", nargs="*", metavar="FILE|KEY=VALUE", help="files of the site, then overrides")
@@ -52,9 +53,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     words, root = arguments.settings, arguments.root or default_root()
     if words[:1] == ["compare"]:
-        if len(words) != 3:
-            raise ConfigError("hpcrl bench compare: expected two JSON files or runs")
-        return _compare(words[1], words[2], root)
+        if len(words) < 3:
+            raise ConfigError("hpcrl bench compare: expected two JSON files or runs, or more")
+        return _compare(words[1:-1], words[-1], root)
     if words[:1] == ["report"]:
         if len(words) != 2:
             raise ConfigError("hpcrl bench report: expected one run")
@@ -145,11 +146,12 @@ def _report(run: Run, output: Path) -> int:
     return int(bool(worst(report["figures"])))
 
 
-def _compare(before: str, after: str, root: Path) -> int:
-    from hpcrl.launch.bench.page import changes
+def _compare(earlier: Sequence[str], after: str, root: Path) -> int:
+    from hpcrl.launch.bench.page import changes, medians
     from hpcrl.observe.eval_report import aligned
 
-    found = changes(_read(before, root), _read(after, root))
+    before = earlier[0] if len(earlier) == 1 else f"median of {len(earlier)}"
+    found = changes(medians([_read(name, root) for name in earlier]), _read(after, root))
     rows = [[one.title, one.before, one.after, _share(one.worse)] for one in found]
     for line in aligned(["", before, after, ""], rows):
         _say(line)

@@ -67,11 +67,23 @@ def _report_project(arguments: argparse.Namespace) -> int:
 
 
 def _write_report(run: Run, folder: Path) -> Path | None:
-    """Write the report of a run without its samples; return its path relative to the page, or None where the run cannot be read."""
+    """Write the report of a run without its samples, unless the run is as it was when that was written.
+
+    Returns:
+        Its path relative to the page; None where the run cannot be read.
+    """
+    import os
+
     from hpcrl.errors import HpcrlError, RunError
     from hpcrl.observe.report.content import Decode, content_of
     from hpcrl.observe.report.page import page
+    from hpcrl.observe.report.project import last_change
     from hpcrl.rundir.commit import write_text
+
+    path, changed = folder / run.project / f"{run.name}.html", last_change(run)
+    relative = path.relative_to(folder.parent)
+    if path.is_file() and path.stat().st_mtime_ns == changed:
+        return relative
 
     def no_decoder(run: Run) -> Decode:
         raise RunError(f"hpcrl report {run.name} shows the samples")
@@ -80,8 +92,9 @@ def _write_report(run: Run, folder: Path) -> Path | None:
         text = page([content_of(run, no_decoder, with_samples=False)])
     except (HpcrlError, OSError, ValueError):  # the table has the error
         return None
-    write_text(folder / run.project / f"{run.name}.html", text)
-    return Path(folder.name) / run.project / f"{run.name}.html"
+    write_text(path, text)
+    os.utime(path, ns=(changed, changed))
+    return relative
 
 
 def _report_runs(arguments: argparse.Namespace) -> int:

@@ -234,9 +234,11 @@ def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str
     return outcome_of(run, attempt) or outcome
 
 
-def cancel_outcome(run: Run, attempt: int) -> None:
+def cancel_outcome(
+    run: Run, attempt: int, message: str = "cancelled by the user", source: str = "hpcrl cancel"
+) -> None:
     """Make cancelled what was interrupted, and waits to be continued."""
-    outcome = _make(run, attempt, "cancelled", "cancelled by the user", "hpcrl cancel", "")
+    outcome = _make(run, attempt, "cancelled", message, source, "")
     write_text(run.outcome(attempt), with_checksum(asdict(outcome))[0])
 
 

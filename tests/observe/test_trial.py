@@ -27,7 +27,7 @@ from hpcrl.observe.trial.watch import main as watch
 from hpcrl.observe.trial.watch import trial_process
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.rundir.ledger import open_attempt, read_outcome, report_outcome
 from hpcrl.rundir.records import append_text
 from hpcrl.runtime.signals import stop_asked, stop_cause
 from tests.paths import CONFIGS, QUICKSTART
@@ -132,10 +132,23 @@ def test_the_runs_stop_their_own_recipe_and_no_other(folder: TrialFolder, capsys
     assert trial_process(bad, 1)["trial"][1:] == [str(bad.path), "1"]
     scored(folder, 5, good=GOOD, bad=BAD)
     for run in (good, bad):
+        open_attempt(run, "1", ["n1"])
+    for run in (good, bad):
         watch(str(run.path), 1, lambda: False)
     assert stop_asked(good, 1) is None
     assert stop_asked(bad, 1) == "cancelled"
-    assert stop_cause(bad, 1) == "trial t: recipe bad cannot win any more (look 1, at step 5)"
+    cause = "trial t: recipe bad cannot win any more (look 1, at step 5)"
+    assert stop_cause(bad, 1) == cause
+    for name in ("t.bad-0", "t.bad-2"):  # they wait in the queue
+        waiting = read_outcome(folder.run(name))
+        assert waiting is not None
+        assert (waiting.attempt, waiting.kind, waiting.message, waiting.source) == (
+            0,
+            "cancelled",
+            cause,
+            "hpcrl trial",
+        )
+    assert not any(read_outcome(run) for run in (bad, good)), "a run that has begun is asked, and looks for itself"
     root = str(folder.project.parent)
     capsys.readouterr()
     assert main(["trial", "status", "t", "--root", root, "--json"]) == 0
@@ -150,6 +163,37 @@ def test_the_runs_stop_their_own_recipe_and_no_other(folder: TrialFolder, capsys
     printed = capsys.readouterr().out
     assert "good is the best of 2 recipes" in printed
     assert "bad is worse than good, and was stopped: +0.5000 [" in printed
+
+
+def test_a_run_of_a_stopped_recipe_goes_no_further_after_a_preemption(folder: TrialFolder) -> None:
+    begun, interrupted, failed = (folder.run(f"t.bad-{at}") for at in range(3))
+    for run in (begun, interrupted, failed):
+        open_attempt(run, "1", ["n1"])
+    report_outcome(interrupted, 1, "interrupted", "preempted", "agent")
+    report_outcome(failed, 1, "failed", "an error", "trainer")
+    scored(folder, 5, good=GOOD, bad=BAD)
+    watch(str(folder.run("t.good-0").path), 1, lambda: False)
+    assert read_outcome(begun) is None
+    assert [outcome.kind for run in (interrupted, failed) if (outcome := read_outcome(run))] == ["cancelled", "failed"]
+
+
+def test_a_run_looks_at_all_others_only_where_something_is_new(
+    folder: TrialFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, lines, turn = folder.run("t.good-0"), list[int](), iter(range(5))
+
+    def again() -> bool:
+        lines.append(capsys.readouterr().out.count("no look: "))
+        at = next(turn)
+        if at == 1:
+            folder.plan.write_text("{")  # from now on each look prints a line
+        if at == 3:
+            evaluated(run, 5, 0.5)
+        return at < 4
+
+    watch(str(run.path), 1, again)
+    assert lines == [0, 0, 0, 0, 1]
+    assert "no look: " in capsys.readouterr().out, "at the end it looks in any case"
 
 
 def test_a_run_that_has_trained_to_its_end_is_not_stopped(folder: TrialFolder) -> None:
@@ -218,7 +262,10 @@ def test_runs_that_failed_are_compared_as_far_as_they_came_until_they_are_resume
         evaluated(folder.run(name), 12, 0.8 if "good" in name else 0.3)
     evaluated(folder.run("t.good-0"), 20, 0.8)
     assert main(words) == 0
-    assert "bad is worse than good: +0.5000 [" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "bad is worse than good: +0.5000 [" in printed
+    assert "t: unfinished" in printed
+    assert "not decided: runs ended before step 20, and resumed ones may change this" in printed
     assert folder.read_looks() == []
     for name in names[1:]:
         evaluated(folder.run(name), 20, 0.6)
@@ -324,9 +371,15 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
     assert done.returncode == 0, done.stderr
     assert "7 runs, 1 trials" in done.stdout
     monkeypatch.chdir(tmp_path)
+    reports = [tmp_path / "page" / "p" / f"t.good-{at}.html" for at in range(2)]
+    files = [path.stat().st_ino for path in reports]
     for named in (folder.project, folder.project.parent):
         assert main(["report", "--project", str(named), "-o", "page.html"]) == 0
         assert "7 runs, 1 trials" in capsys.readouterr().out
+    assert [path.stat().st_ino for path in reports] == files, "a run in which nothing changed got a new report"
+    evaluated(folder.run("t.good-0"), 10, 0.8)
+    assert main(["report", "--project", "p", "--root", str(folder.project.parent), "-o", "page.html"]) == 0
+    assert [path.stat().st_ino == file for path, file in zip(reports, files, strict=True)] == [False, True]
     text = (tmp_path / "page.html").read_text()
     found = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     rows = {row["name"]: row for row in found["rows"]}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import math
 import operator
 import os
 import re
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from hpcrl.controller.api import Api
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.service import Service
 from hpcrl.errors import CommitError
+from hpcrl.launch.local.replay import differences, plan_all
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, read_json, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
@@ -359,6 +361,35 @@ def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path
         theirs, own = load_file(run.dump(STEPS) / name), load_file(Run(output).dump(STEPS) / name)
         assert torch.equal(theirs["token_ids"], own["token_ids"])
         torch.testing.assert_close(theirs["ref_logprobs"], own["ref_logprobs"], atol=1e-6, rtol=0)
+
+
+def test_all_steps_that_are_left_have_the_same_bits_again(run: Run, tmp_path: Path) -> None:
+    """Those of the second attempt, from the checkpoint of the first one: metrics of each step, and the weights that are kept."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "hpcrl.cli.main",
+            "replay",
+            str(run.path),
+            "--all",
+            "--ranks",
+            "1",
+            "-o",
+            str(tmp_path / "again"),
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 4 from s000002 over step 3, 1 rank\n  the same bits: 2 steps, and weights of " in done.stdout
+    plan, last = asdict(plan_all(run)), (read_json(tmp_path / "again" / "results.json") or [])[-1]
+    assert differences(plan, last) == []
+    norm = last["metrics"]["policy/grad_norm"]
+    last["metrics"]["policy/grad_norm"] = math.nextafter(norm, 0.0)
+    assert differences(plan, last) == [f"policy/grad_norm: {norm!r} and {math.nextafter(norm, 0.0)!r}"]
 
 
 @pytest.mark.parametrize(

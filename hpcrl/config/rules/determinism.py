@@ -6,9 +6,26 @@ from collections.abc import Iterator
 
 from hpcrl.config.backend import backend_of
 from hpcrl.config.errors import Problem
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 DETERMINISTIC = "trainer.deterministic"
+
+
+def has_bits_of_engine(trainer: TrainerConfig) -> bool:
+    """Return whether the FSDP2 backend on CPUs computes the log-probabilities of the embedded engine to the last bit."""
+    policy = trainer.policy
+    return (
+        trainer.deterministic
+        and not trainer.offline
+        and trainer.strategy == "fsdp2"
+        and trainer.use_sample_packing
+        and not trainer.shared_prefixes
+        and policy.sequence_parallel_size == 1
+        and policy.model.lora.rank == 0
+        and policy.experts.router_replay == "none"
+        and not (policy.compile_model or policy.use_torch_compile)
+    )
 
 
 def one_set_of_bits(config: ConfigTree) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hpcrl.data.models.routers import ExpertRecorder
 from hpcrl.data.vision.inputs import has_planes, model_inputs, one_kind, plane_positions
 from hpcrl.data.vision.reader import SeenImage
+from hpcrl.engines.embedded.blocks import computes_in_blocks, newest_logits
 from hpcrl.engines.embedded.cache import CacheColumns, ColumnCache
 from hpcrl.engines.embedded.parallel import decodes_in_parallel, said_at_once
 from hpcrl.engines.embedded.sampling import (
@@ -31,6 +32,7 @@ from hpcrl.engines.embedded.sampling import (
     penalised,
 )
 from hpcrl.rollout.engines.base import Generation, Heard
+from hpcrl.trainer.models.packed.blocks import rounded_up
 from hpcrl.types import StopReason
 
 _AHEAD = 64  # spare columns before the rows are laid out again
@@ -135,7 +137,7 @@ class DecodingBatch:
         prefill_tokens: int,
         recorder: ExpertRecorder | None = None,
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._in_blocks = recorder, computes_in_blocks(model)  # with one row at a time
         self._model, self._decode, self._prefill_tokens = model, decode, prefill_tokens
         self._device, self._end = model.device, list(end_tokens)
         self._layers = model.config.get_text_config().num_hidden_layers
@@ -192,7 +194,10 @@ class DecodingBatch:
         if columns.width == columns.capacity or self._rows.count(None) >= _GONE * len(self._rows):
             columns = self._lay_out(columns.width + self._offset - min(row.begin for row in self.living))
         newest = slice(columns.width - 1, columns.width)
-        logits_RV = self._forward(columns.tokens[:, newest], self._begins, columns.cache, ahead=self._ahead)
+        if self._in_blocks:
+            logits_RV = newest_logits(self._model, columns.tokens[:, : columns.width], columns.cache)
+        else:
+            logits_RV = self._forward(columns.tokens[:, newest], self._begins, columns.cache, ahead=self._ahead)
         if self._recorder is not None and columns.experts is not None:
             columns.experts[:, newest] = self._recorder.taken(len(logits_RV))
         self._take(0, logits_RV, version)
@@ -239,7 +244,7 @@ class DecodingBatch:
         missing = [width - len(request.prompt) for request in requests]
         padded = [[0] * short + request.prompt + [0] for short, request in zip(missing, requests, strict=True)]
         tokens = torch.tensor(padded, device=self._device)
-        cache = ColumnCache(self._layers, width)
+        cache = ColumnCache(self._layers, rounded_up(width) if self._in_blocks else width)
         begins = torch.tensor(missing, device=self._device)
         images = [image for request in requests for image in request.images]
         logits_QV = self._forward(tokens[:, :-1], begins, cache, images)
@@ -268,6 +273,8 @@ class DecodingBatch:
             images: that the tokens show; the cache is empty then.
             ahead: [R], as of DecodingRequest; None: 0.
         """
+        if self._in_blocks:
+            return newest_logits(self._model, tokens_RQ, cache)
         columns = torch.arange(cache.length + tokens_RQ.shape[1], device=self._device)
         positions = (columns[cache.length :] - begins[:, None]).clamp(min=0)
         if ahead is not None:
@@ -318,6 +325,7 @@ class DecodingBatch:
             masks, tops = [] if told and masked else None, [] if told and not masked else None
             rows.append(_Row(request, number, begin, masks, tops))
         capacity = min(width + _AHEAD, max(row.end for row in rows) - self._offset)
+        capacity = rounded_up(capacity) if self._in_blocks else capacity
         self._columns, self._rows = CacheColumns.of([*parts, *prompts], width, capacity), list(rows)
         self._note(rows)
         return self._columns

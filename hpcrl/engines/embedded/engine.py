@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hpcrl.data.vision.reader import SeenImage
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.engines.embedded.batch import DecodingRequest
+from hpcrl.engines.embedded.blocks import all_logits, computes_in_blocks
 from hpcrl.engines.embedded.compute import Compute
 from hpcrl.engines.embedded.model import replace_weights
 from hpcrl.engines.embedded.sampling import Sampling
@@ -164,6 +165,8 @@ class EmbeddedEngine(InProcessEngine):
     def _logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits of each token but the first, [T - 1, V] float32."""
         tokens = torch.tensor([list(token_ids)], device=self._model.device)
+        if computes_in_blocks(self._model):
+            return all_logits(self._model, tokens)[0, :-1].float()
         return self._model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
 
     async def tokens(self) -> float | None:

@@ -12,32 +12,41 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.vision.classes import auto_class
+from hpcrl.data.vision.families import family_of
 from hpcrl.engines.embedded.cache import expect_attention_only
 from hpcrl.errors import DataError, EngineError
+from hpcrl.trainer.models.packed.attention import PACKED
+from hpcrl.trainer.models.packed.blocks import compute_in_blocks
 
 _MOST_NAMED = 8
 
 
-def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> PreTrainedModel:
+def load_model(
+    source: ConfiguredModel, dtype: str, device: torch.device, *, in_blocks: bool = False
+) -> PreTrainedModel:
     """Return the model with its first weights. Raises EngineError where it is none that the engine can run, or cannot be loaded.
 
     Args:
         dtype: of weights and computation, such as "bfloat16".
+        in_blocks: its passes are those of blocks.py, if it sees no images.
     """
     disable_progress_bar()  # of no use in a log file
     try:
         config = source.config()
+        in_blocks = in_blocks and family_of(config) is None
         expect_attention_only(config)
         model = auto_class(config).from_pretrained(
             source.path,
             config=config,
             dtype=getattr(torch, dtype),
-            attn_implementation=_attention(config),
+            attn_implementation=PACKED if in_blocks else _attention(config),
             trust_remote_code=False,
             **source.at_revision,
         )
     except (OSError, ValueError, RuntimeError, UnpicklingError, DataError) as error:
         raise EngineError(f"the model at {source} cannot be loaded: {error}") from error
+    if in_blocks:
+        compute_in_blocks(model)
     return cast(Any, model).to(device).eval()
 
 

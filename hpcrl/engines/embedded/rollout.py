@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hpcrl.config import Config, InferenceEngineConfig
+from hpcrl.config.rules.determinism import has_bits_of_engine
 from hpcrl.data.chat.ending import end_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.models.routers import ExpertRecorder, routers
@@ -38,6 +39,7 @@ class EmbeddedOptions:
         records_experts: whether it returns the experts of tokens.
         memory_share: of the GPU's memory, for model and caches.
         deterministic: a response has the same bits whatever else is generated, and by how many threads.
+        in_blocks: and log-probabilities those of an FSDP2 trainer on CPUs.
     """
 
     model: ConfiguredModel
@@ -47,6 +49,7 @@ class EmbeddedOptions:
     records_experts: bool = False
     memory_share: float = 0.9
     deterministic: bool = False
+    in_blocks: bool = False
 
 
 class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
@@ -77,7 +80,7 @@ class Embedded(InProcess[tuple[PreTrainedModel, Compute]]):
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
         if options.deterministic and options.on_cpu:
             torch.set_num_threads(1)  # how sums are divided among threads changes their last bits
-        model = load_model(options.model, options.engine.model_dtype, device)
+        model = load_model(options.model, options.engine.model_dtype, device, in_blocks=options.in_blocks)
         tokenizer = read_tokenizer(options.model.path, **options.model.at_revision)
         # requests name those of the chat template too
         ends = sorted(end_ids(tokenizer, options.model, ()), key=lambda one: one != tokenizer.eos_token_id)
@@ -121,5 +124,13 @@ def embedded_options(config: Config, replica: int = 0) -> EmbeddedOptions:
     )
     replayed = config.trainer.policy.experts.router_replay != "none"
     on_cpu, share = config.slurm.gpus == 0, config.engine_memory_share(shared=config.shares_gpus(replica))
-    deterministic = config.trainer.deterministic
-    return EmbeddedOptions(model, engine, config.max_model_len, on_cpu, replayed, share, deterministic)
+    return EmbeddedOptions(
+        model,
+        engine,
+        config.max_model_len,
+        on_cpu,
+        replayed,
+        share,
+        deterministic=config.trainer.deterministic,
+        in_blocks=on_cpu and has_bits_of_engine(config.trainer),
+    )

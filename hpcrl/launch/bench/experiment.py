@@ -52,7 +52,8 @@ def make_experiment(
     named = given.get("trainer", {})
     name, project = str(named.get("run_name") or name), str(named.get("project_name") or PROJECT)
     bench = Bench(Run(root_of(slurm.root).absolute() / project / name).bench)
-    base = {"trainer.run_name": name, **_settings(bench, slurm, nodes, minutes, model)}
+    placed = "policy_num_nodes" in named.get("placement", {})
+    base = {"trainer.run_name": name, **_settings(bench, slurm, nodes, minutes, model, placed=placed)}
     config = Config.from_dict(read(files, overrides, Config, base).tree)
     make_directory(bench.path.parent)
     try:
@@ -68,10 +69,18 @@ def make_experiment(
     return bench, config
 
 
-def _settings(bench: Bench, slurm: SlurmConfig, nodes: int, minutes: int, model: str | None) -> dict[str, Any]:
-    """Return the settings of the run by their paths; files and overrides of the user replace them."""
+def _settings(
+    bench: Bench, slurm: SlurmConfig, nodes: int, minutes: int, model: str | None, *, placed: bool
+) -> dict[str, Any]:
+    """Return the settings of the run by their paths; files and overrides of the user replace them.
+
+    Args:
+        placed: these say how many nodes each role has, as a run with scorers does.
+    """
     ranks = max(1, slurm.gpus)
-    place = {"trainer.placement.colocate_all": True} if nodes == 1 else {"slurm.nodes": nodes}
+    place: dict[str, Any] = {"trainer.placement.colocate_all": True} if nodes == 1 else {"slurm.nodes": nodes}
+    if placed:
+        place = {}
     common: dict[str, Any] = {
         "data.train_data": [str(bench.prompts)],
         "slurm.time_minutes": max(_LEAST_MINUTES, minutes),

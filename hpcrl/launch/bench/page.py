@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hpcrl.errors import DataError
@@ -116,6 +117,20 @@ class FigureChange:
     before: str
     after: str
     worse: float
+
+
+def medians(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the newest of several reports, with the median of each of its figures over all that have it."""
+    values = dict[str, list[float]]()
+    for report in reports:
+        for figure in report["figures"]:
+            if figure["value"] is not None:
+                values.setdefault(figure["key"], []).append(figure["value"])
+    figures = [
+        {**figure, "value": median(values[figure["key"]]) if figure["key"] in values else None}
+        for figure in reports[-1]["figures"]
+    ]
+    return {**reports[-1], "figures": figures}
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 
+from hpcrl.config import Config
 from hpcrl.errors import RunError
 from hpcrl.launch.attach.attach import on_node, running
 from hpcrl.launch.bench.experiment import SAVED_EVERY
@@ -25,13 +26,12 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 
-ROLES = ("rollout", "trainer", "controller")
-"""Of each a process is killed, in this order."""
 WARM_UP = 2
 """First steps of a run, in which kernels are compiled and connections are made."""
 _MEASURED_STEPS, _MEASURED_S = 6, 20.0
 _BETWEEN = 3  # steps from one kill to the next, and to the end
 _RESUMES = 6
+_KILL_S = 120.0  # a node that does not answer keeps its process; the bench tries again until its time is over
 
 
 def survive(run: Run, bench: Bench, limit_s: float, report: Callable[[str], None]) -> None:
@@ -47,8 +47,8 @@ def survive(run: Run, bench: Bench, limit_s: float, report: Callable[[str], None
         RunError: the run ends for another reason than a kill, or does not go on after one.
     """
     kills, poller, began = list[Kill](), RunPoller([run], known_states), 0.0
-    resumes = count(1)
-    while len(kills) < len(ROLES) or not _trained(run, kills[-1].step + _BETWEEN):
+    resumes, roles = count(1), roles_of(make_plan(Config.from_toml([bench.config]).largest()))
+    while len(kills) < len(roles) or not _trained(run, kills[-1].step + _BETWEEN):
         if poller.over():
             (state,) = poller.states()
             if state.kind in ("cancelled", "done"):  # by a person, or by settings of an experiment of the user's own
@@ -62,9 +62,9 @@ def survive(run: Run, bench: Bench, limit_s: float, report: Callable[[str], None
         if began and time.monotonic() - began > limit_s:
             report(f"the time is over after {len(kills)} kills")
             break
-        if len(kills) < len(ROLES) and _is_ripe(run, kills):
+        if len(kills) < len(roles) and _is_ripe(run, kills):
             try:
-                kills.append(_kill(run, ROLES[len(kills)]))
+                kills.append(_kill(run, roles[len(kills)]))
             except RunError as error:  # a process that starts again
                 report(f"{error}; trying again")
             else:
@@ -103,7 +103,7 @@ def _kill(run: Run, role: str) -> Kill:
     state = running(run)
     config = attempt_config(run, state.attempt)
     plan, hosts = make_plan(config), read_attempts(run)[-1].hosts
-    process, node = _process_of(plan, role)
+    process, node = process_of(plan, role)
     command, environment = on_node(state, hosts[node.index])
     inside = [
         config.slurm.python or sys.executable,
@@ -114,18 +114,44 @@ def _kill(run: Run, role: str) -> Kill:
         process,
     ]
     last = newest(run)
-    done = subprocess.run(
-        [*command, *inside], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    killed_at = answer_of([*command, *inside], environment, process, _KILL_S)
+    return Kill(role, process, state.attempt, killed_at, last.step if last else 0)
+
+
+def answer_of(command: Sequence[str], environment: Mapping[str, str], process: str, limit_s: float) -> float:
+    """Return the time that a kill prints. Raises RunError where it fails, or the node does not answer in `limit_s` seconds."""
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{process} was not killed: its node gave no answer in {limit_s:g} s") from None
     if done.returncode:
         raise RunError(done.stderr.strip().removeprefix("hpcrl: ") or f"{process} could not be killed")
-    return Kill(role, process, state.attempt, float(done.stdout.split()[-1]), last.step if last else 0)
+    return float(done.stdout.split()[-1])
 
 
-def _process_of(plan: list[Node], role: str) -> tuple[str, Node]:
+def roles_of(plan: Sequence[Node]) -> list[str]:
+    """Return the roles of which a process is killed, in this order."""
+    further = [role for role in ("scorer", "reward") if any(_numbers(node, role) for node in plan)]
+    return ["rollout", "trainer", *further, "controller"]
+
+
+def _numbers(node: Node, role: str) -> tuple[int, ...]:
+    return {"rollout": node.replicas, "scorer": () if node.part else node.scorers, "reward": node.services}[role]
+
+
+def process_of(plan: Sequence[Node], role: str) -> tuple[str, Node]:
+    """Return the first process of a role, and its node."""
     if role == "controller":
         return role, plan[0]
     if role == "trainer":
         return "rank-0", plan[0]
-    node = next(node for node in plan if node.replicas)
-    return node.workers[0], node
+    node = next(node for node in plan if _numbers(node, role))
+    return f"{role}-{_numbers(node, role)[0]}", node

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,8 +25,31 @@ from hpcrl.rundir.ledger import read_attempts
 
 _HOUR = 3600.0
 _MOST_DIFFERENCES = 12
+_LARGE = {
+    *("samples", "scores", "teacher", "dataset", "turns", "snapshots", "pictures", "batches", "dumps", "weights", "checkpoints", "exports"),
+    *("code", "control", "secrets", "tensorboard", "logs"),
+}  # fmt: skip
+"""Folders of a run that `last_change` does not look into."""
 _OF_EACH_RUN = ("trainer.run_name", "trainer.seed")
 """Settings in which runs of one recipe differ: the name is another column."""
+
+
+def last_change(run: Run) -> int:
+    """Return when a file that a report may show was last changed, or hpcrl itself, in nanoseconds since 1970.
+
+    Tokens, weights and checkpoints are left out: what is shown of them is recorded beside them too.
+    """
+    newest, folders = os.stat(__file__).st_mtime_ns, [str(run.path)]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:  # it has just been removed, or is somebody else's
+            for entry in entries:
+                if entry.name in _LARGE:
+                    continue
+                with suppress(OSError):
+                    newest = max(newest, entry.stat(follow_symlinks=False).st_mtime_ns)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+    return newest
 
 
 def project_of(

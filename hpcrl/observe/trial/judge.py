@@ -116,8 +116,7 @@ def take_looks(folder: TrialFolder, over: Callable[[str], bool] | None = None) -
     if due := due_look(trial, looks, evaluated, over or ended):
         counted = [name for name in names if due[0] in evaluated[name]]
         look = _look(folder, trial, looks, *due, counted)
-        compares = any(math.isfinite(one.found.low) for one in verdicts(trial, look))
-        if look.last and not (compares and look.step == trial.steps):
+        if look.last and not decides(trial, look):
             return [*looks, look]
         try:
             looks.append(folder.write(look))
@@ -126,6 +125,12 @@ def take_looks(folder: TrialFolder, over: Callable[[str], bool] | None = None) -
                 raise
             looks.append(look)  # somebody else's trial, whose own runs decide
     return looks
+
+
+def decides(trial: Trial, look: Look) -> bool:
+    """Return whether a look is the last one, and compares the last step: none after it can say otherwise."""
+    compares = any(math.isfinite(one.found.low) for one in verdicts(trial, look))
+    return look.last and compares and look.step == trial.steps
 
 
 def steps_evaluated(run: Run) -> set[int]:

@@ -12,6 +12,7 @@ from hpcrl.observe.summary import EVAL_SCORE
 from hpcrl.observe.trial.judge import (
     LEAST_SHARE,
     PairVerdict,
+    decides,
     leader_of,
     score_of,
     steps_evaluated,
@@ -32,18 +33,20 @@ def describe_trial(folder: TrialFolder, over: Callable[[str], bool] | None = Non
         over: as of `take_looks`.
 
     Returns:
-        `state`: running, or decided where no later look can change the verdict. `recipes`: by name; `curves`: of each recipe the
+        `state`: running; decided where no later look can change the verdict; unfinished where runs ended before the last step, and resumed
+        ones may change it. `recipes`: by name; `curves`: of each recipe the
         mean, lowest and highest score of its runs by step. `node_hours`, and `full_sweep`, an estimate: of all runs, had each trained to the end.
     """
     trial, looks = folder.read(), take_looks(folder, over)
     stopped = stopped_recipes(looks)
     curves = {recipe: _curve(folder, runs) for recipe, runs in trial.recipes.items()}
     hours = {recipe: _hours(folder, runs) for recipe, runs in trial.recipes.items()}
-    decided = len(trial.recipes) - len(stopped) < 2 or any(look.last for look in looks)
+    decided = len(trial.recipes) - len(stopped) < 2 or any(decides(trial, look) for look in looks)
+    unfinished = not decided and any(look.last for look in looks)
     return {
         "name": folder.name,
         "project": folder.project.name,
-        "state": "decided" if decided else "running",
+        "state": "decided" if decided else "unfinished" if unfinished else "running",
         "effect": trial.effect,
         "alpha": ALPHA,
         "power": POWER,
@@ -99,6 +102,8 @@ def verdict_lines(trial: Trial, looks: Sequence[Look], *, decided: bool) -> list
         and len(compared) == len(trial.recipes)
     ):
         return [f"{leader} is the best of {len(trial.recipes)} recipes", *lines]
+    if looks[-1].last and not decided:
+        return [f"not decided: runs ended before step {trial.steps}, and resumed ones may change this", *lines]
     return lines if decided else [f"not decided yet, after look {looks[-1].number}", *lines]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from hpcrl.config.rules.determinism import has_bits_of_engine
 from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet
 from hpcrl.config.sections.reward_model import HEAD
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -19,6 +20,7 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         packing=trainer.use_sample_packing,
         flash=trainer.flash_attn,
         flash_version=trainer.flash_attn_version,
+        in_blocks=has_bits_of_engine(trainer),
         compiled=bool(trainer.policy.use_torch_compile),
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,

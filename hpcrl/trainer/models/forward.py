@@ -32,6 +32,7 @@ class ForwardConfig:
         packing: samples lie end to end; otherwise each is a padded row.
         flash: flash attention is used where there is one.
         flash_version: of FlashAttention; None: torch's choice.
+        in_blocks: log-probabilities are those of the embedded engine to the last bit, on CPUs (hpcrl/trainer/models/packed/blocks.py).
         compiled: log-probabilities and entropies are computed by compiled code.
         dtype: of the logits from which log-probabilities are computed.
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
@@ -47,6 +48,7 @@ class ForwardConfig:
     packing: bool = True
     flash: bool = True
     flash_version: int | None = None
+    in_blocks: bool = False
     compiled: bool = False
     dtype: torch.dtype = torch.float32
     entropy_loss: bool = True

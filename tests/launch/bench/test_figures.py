@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from dataclasses import asdict, replace
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.errors import RunError
 from hpcrl.launch.bench.experiment import make_experiment
 from hpcrl.launch.bench.figures import Figure, bench_report, judged
 from hpcrl.launch.bench.folder import Bench, Kill, Nodes, Planned
 from hpcrl.launch.bench.models import SHAPES, fitting
 from hpcrl.launch.bench.page import bench_page
-from hpcrl.launch.bench.survive import survive
+from hpcrl.launch.bench.survive import answer_of, process_of, roles_of, survive
 from hpcrl.launch.manage.registry import all_runs
+from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -139,6 +142,10 @@ def test_compare_ends_with_1_where_a_figure_is_worse(
     assert "better by 33.3%" in capsys.readouterr().out
     assert main(["bench", "compare", before, after]) == 1
     assert "worse by 25.0%" in capsys.readouterr().out
+    nightly = [before, before, after]
+    assert main(["bench", "compare", *nightly, before]) == 0
+    assert "median of 3" in capsys.readouterr().out
+    assert main(["bench", "compare", *nightly, after]) == 1, "one slow night does not move the medians"
     strange = [json.dumps({"figures": [report["figures"][0] | own]}) for own in ({"key": []}, {"value": 10**400})]
     for content in ("[1]", '{"figures": [{}]}', '{"figures": [[1]]}', "{", "[" * 100_000, *strange):
         paths[0].write_text(content)
@@ -152,6 +159,32 @@ def test_a_run_that_a_person_cancels_stays_cancelled(run: Run) -> None:
     survive(run, Bench.of(run), 60.0, lines.append)
     assert lines == ["b is cancelled after 0 kills"]
     assert len(read_attempts(run)) == 2
+
+
+def test_a_process_of_each_role_of_the_run_is_killed(tmp_path: Path) -> None:
+    def plan(*changes: str) -> list[Node]:
+        words = [f"slurm.root={tmp_path}", *changes]
+        name = f"b{len(changes)}"
+        return make_plan(make_experiment(name, [], words, nodes=2, minutes=30, model=None)[1])
+
+    assert roles_of(plan()) == ["rollout", "trainer", "controller"]
+    scored = plan(
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.placement.colocate_policy_ref=false",
+        "trainer.placement.policy_num_nodes=1",
+    )
+    assert roles_of(scored) == ["rollout", "trainer", "scorer", "controller"]
+    assert [process_of(scored, role) for role in roles_of(scored)] == [
+        ("rollout-0", scored[1]), ("rank-0", scored[0]), ("scorer-0", scored[2]), ("controller", scored[0]),
+    ]  # fmt: skip
+
+
+def test_a_node_that_does_not_answer_does_not_hold_a_bench_up() -> None:
+    with pytest.raises(RunError, match=r"rank-0 was not killed: its node gave no answer in 0\.1 s"):
+        answer_of(["sleep", "60"], os.environ, "rank-0", 0.1)
+    with pytest.raises(RunError, match="rank-0 is not there"):
+        answer_of(["sh", "-c", "echo hpcrl: rank-0 is not there >&2; exit 1"], os.environ, "rank-0", 60.0)
+    assert answer_of(["echo", "12.5"], os.environ, "rank-0", 60.0) == 12.5
 
 
 def test_report_writes_both_files_and_names_damage(

@@ -4,7 +4,7 @@ critic gives values, a reward model scores."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -30,6 +30,7 @@ from hpcrl.trainer.models.layers.low_precision import compute_in_fp8
 from hpcrl.trainer.models.logits import LogitChange
 from hpcrl.trainer.models.logprobs import Head, among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.packed.attention import PACKED, PADDED, Packed, PackedSequences
+from hpcrl.trainer.models.packed.blocks import BLOCK, SampleBlocks, compute_in_blocks, one_thread
 from hpcrl.trainer.models.packed.sequence_parallel import SharedTokens, of_all, own_rows
 from hpcrl.trainer.models.packed.states import keep_samples_apart
 from hpcrl.trainer.models.packed.tree import PrefixTree
@@ -58,6 +59,7 @@ class PackedModel(nn.Module):
         self.data: World | None = None
         self.routing = Routing(model, forward.experts, packing=forward.packing)
         self._sight = Sight(model) if family_of(model.config) else None
+        self._in_blocks = False
 
     def hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: Packed, images: Inputs
@@ -111,14 +113,17 @@ class PackedModel(nn.Module):
         Args:
             scale: of the loss of them that is differentiated meanwhile; None: none is.
         """
-        if batch.prefixes is None:
+        if self._in_blocks:
+            sequences = SampleBlocks.of(batch.lengths, batch.cu_seqlens)
+        elif batch.prefixes is None:
             sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         else:
             sequences = PrefixTree(batch.lengths, batch.cu_seqlens, batch.prefixes)
         if self._together is not None:
             sequences = SharedTokens(sequences, self._together)
         with self.routing.during(batch, sequences, scale):
-            outputs = self._outputs(batch, sequences)
+            with one_thread() if self._in_blocks else nullcontext():
+                outputs = self._outputs(batch, sequences)
             self.routing.turn_back()
             if self._together is not None:
                 outputs = tuple(of_all(values_P, self._together) for values_P in outputs)
@@ -156,6 +161,10 @@ class PackedPolicy(ProbabilityModel):
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward)
+        # of a mixture, which tokens an expert multiplies together differs anyway
+        self._in_blocks = forward.in_blocks and self._sight is None and not self.routing.balance.layers
+        if self._in_blocks:
+            compute_in_blocks(model)
         self.head.__class__ = Head  # FSDP takes a method of its class for a forward
         acts = action_tokens(model.config)
         self.forward_config = replace(
@@ -189,29 +198,34 @@ class PackedPolicy(ProbabilityModel):
         """
         hidden, forward = self.hidden(token_ids, positions, sequences, images), self.forward_config
         trained = torch.is_grad_enabled()
-        told = top_k > 0 and not trained
+        told, in_blocks = top_k > 0 and not trained, isinstance(sequences, SampleBlocks)
         rows = self._rows
         if forward.never_said or forward.only_said:
             self._never = self._never.to(token_ids.device)
             rows = partial(self._rows, never=self._never if forward.never_said else None, only=forward.only_said)
 
+        def of_rows(values_P: torch.Tensor) -> torch.Tensor:
+            return sequences.computed(values_P) if in_blocks else values_P.index_select(0, head_rows)
+
         def outputs(hidden_RD: torch.Tensor, head_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return token_logprobs(
                 hidden_RD.to(head_VD.dtype),  # some keep residuals in float32
                 head_VD,
-                labels.index_select(0, head_rows),
+                of_rows(labels),
                 forward.temperature / self._logits.factor,
-                forward.chunk_rows,
+                BLOCK if in_blocks else forward.chunk_rows,
                 partial(self._top_rows, top_k, forward.vocabulary) if told else rows,
                 forward.dtype,
                 forward.entropy,
-                None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
-                teacher_ids.index_select(0, head_rows) if teacher_ids is not None and (told or trained) else None,
+                None if sampling_mask is None else of_rows(sampling_mask),
+                of_rows(teacher_ids) if teacher_ids is not None and (told or trained) else None,
             )
 
         head = self.head
         assert isinstance(head, Head)
-        found = head.through(sequences.spread(hidden, head_rows), outputs)
+        found = head.through(hidden if in_blocks else sequences.spread(hidden, head_rows), outputs)
+        if in_blocks:
+            found = tuple(sequences.spread(values_D, head_rows) for values_D in found)
         return tuple(among_zeros(values_R, head_rows, len(labels)) for values_R in found)
 
 
@@ -311,6 +325,7 @@ def load_model(
     if kernels.liger:
         use_liger(empty)
     compute_in_fp8(empty, kernels.low_precision, world.device)
+    forward = replace(forward, in_blocks=forward.in_blocks and world.device.type == "cpu")
     model = packed(empty, forward).train(trained is not None)
     model.data = data
     for layer in units(empty, {}) if kernels.compiled else ():
