@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -48,29 +50,48 @@ class SnapshotStore:
             SandboxError: it is more than the limits of the sandbox allow, such as many sparse files.
         """
         make_directory(self._blocks)
-        kept = list[Future[str]]()
-        with ThreadPoolExecutor(_AT_ONCE) as threads:  # its programs are stopped meanwhile
+        stage, names, writes = f"{PARTIAL}{secrets.token_hex(8)}-", list[str](), dict[str, Future[bool]]()
+        try:
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                waiting = deque[Future[bool]]()
 
-            def keep(block: bytes) -> None:
-                if len(kept) >= 2 * _AT_ONCE:
-                    kept[-2 * _AT_ONCE].result()
-                kept.append(threads.submit(self._keep, block))
+                def keep(block: bytes) -> None:
+                    names.append(name := hashlib.sha256(block).hexdigest())
+                    if name in writes:
+                        return
+                    if len(waiting) >= 2 * _AT_ONCE:
+                        waiting.popleft().result()
+                    writes[name] = threads.submit(self._stage, name, stage, block)
+                    waiting.append(writes[name])
 
-            cutter = _Cutter(keep)
-            sandbox.snapshot(cast(IO[bytes], cutter))
-            cutter.finish()
-        listed = "".join(f"{one.result()}\n" for one in kept).encode()
+                cutter = _Cutter(keep)
+                sandbox.snapshot(
+                    cast(IO[bytes], cutter)
+                )  # its programs, which stand still meanwhile, go on before disks are waited for
+                cutter.finish()
+                list(threads.map(lambda name: writes[name].result() and self._commit(name, stage), writes))
+        except BaseException:
+            for name in writes:
+                self._block(name, stage).unlink(missing_ok=True)
+            raise
+        listed = "".join(f"{name}\n" for name in names).encode()
         digest = hashlib.sha256(listed).hexdigest()
         _write(self._file(digest), listed)
         return digest
 
-    def _keep(self, block: bytes) -> str:
-        name = hashlib.sha256(block).hexdigest()
+    def _stage(self, name: str, stage: str, block: bytes) -> bool:
+        """Write a block beside the others, unless it is there; return whether it is new."""
         try:
             os.utime(self._block(name))  # young once more: the list of this snapshot is not written yet
         except FileNotFoundError:
-            _write(self._block(name), zlib.compress(block, _LEVEL))
-        return name
+            self._block(name, stage).write_bytes(zlib.compress(block, _LEVEL))
+            return True
+        return False
+
+    def _commit(self, name: str, stage: str) -> None:
+        with self._block(name, stage).open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._block(name, stage), self._block(name))
 
     def hold(self, digest: str) -> None:
         """Let a snapshot be as young as if it had been put now."""
@@ -142,8 +163,8 @@ class SnapshotStore:
     def _file(self, digest: str) -> Path:
         return self._path / f"{digest}.blocks"
 
-    def _block(self, name: str) -> Path:
-        return self._blocks / f"{name}.z"
+    def _block(self, name: str, stage: str = "") -> Path:
+        return self._blocks / f"{stage}{name}.z"
 
 
 class _Cutter:
