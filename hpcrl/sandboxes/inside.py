@@ -98,7 +98,10 @@ def _reason(error: OSError | DataError) -> Message:
 
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     """Return a message and the descriptors that came with it; None where the other end is closed."""
-    content, descriptors, _, _ = socket.recv_fds(channel, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+    try:
+        content, descriptors, _, _ = socket.recv_fds(channel, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+    except ConnectionResetError:  # it was killed with a message that it had not read
+        return None, []
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     return json.loads(content) if content else None, descriptors

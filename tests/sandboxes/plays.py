@@ -52,8 +52,9 @@ async def main(run: Run, worker: str, servers: int) -> None:
     engine: Any = Policy(run.path / "asked")
     cache, loop = GenerationCache(run, worker, engine), asyncio.get_running_loop()
     config = GeneratorConfig(max_turns=len(SAYS), n_samples_per_prompt=1)
+    tokenizer: Any = Letters()
     sandboxes = sandboxes_of(run, 1, servers)
-    generator = GroupGenerator(engine, Letters(), config, EnvironmentConfig(), sandboxes=sandboxes)
+    generator = GroupGenerator(engine, tokenizer, config, EnvironmentConfig(), sandboxes=sandboxes)
 
     async def play(group_id: str, turns: list[str]) -> None:
         prompt = Prompt(group_id, [{"role": "user", "content": "count"}], "sandbox", ROW)
@@ -62,11 +63,16 @@ async def main(run: Run, worker: str, servers: int) -> None:
         print(json.dumps(ended | {"found": group.cached_tokens}), flush=True)
         cache.remove([group_id])
 
-    async with asyncio.TaskGroup() as tasks:
-        writes = tasks.create_task(cache.write_periodically())
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            tasks.create_task(play(**json.loads(line)))
-        writes.cancel()
+    tasks = {asyncio.create_task(cache.write_periodically())}
+    asked = loop.run_in_executor(None, sys.stdin.readline)
+    while not (asked.done() and not asked.result()):
+        done, _ = await asyncio.wait({asked, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done & tasks:
+            task.result()
+            tasks.remove(task)
+        if asked in done and (line := asked.result()):
+            tasks.add(asyncio.create_task(play(**json.loads(line))))
+            asked = loop.run_in_executor(None, sys.stdin.readline)
 
 
 if __name__ == "__main__":
