@@ -8,7 +8,8 @@
 # make released  install a released model and released tokenizers from packages, and test what becomes of conversations with each
 # make kernels install torchao and Liger's kernels, and test FP8, moments of 8 bits and what is replaced
 # make faults  all failure scenarios on a real Slurm, and what `make test` leaves out: more than an hour
-# make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
+# make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; 10,000 steps of one run, and
+#              10,000 episodes in sandboxes (HPCRL_EPISODES)
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each; 10,000 requests to vLLM
 # make check   lint, format and types
 #
@@ -82,7 +83,7 @@ faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "faults_slow and not slow" -n 2 --no-loadscope-reorder $(FAULTS)
 
 soak: $(VENV)/installed slurm
-	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/faults/test_goodput.py tests/jobs/test_growth.py
+	HPCRL_SOAK=$${HPCRL_SOAK:-1000} HPCRL_EPISODES=$${HPCRL_EPISODES:-10000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/faults/test_goodput.py tests/jobs/test_growth.py tests/sandboxes/test_kills.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/pytest -m fuzz -s tests/fuzz tests/rollout/endpoint

@@ -3,7 +3,8 @@
 consumes   images of the root of runs, and what rollout workers ask
 waits for  nothing
 produces   sandboxes, and snapshots in the run directory; its address is in its process status
-ends       with 0 on SIGTERM; with the exit code of hpcrl/errors.py otherwise
+ends       with 0 on SIGTERM; with the exit code of hpcrl/errors.py otherwise: after SandboxError, of a node that has no sandboxes, it is
+           not started again
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import time
 
 from hpcrl.config import Config
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, SandboxError, ServiceError
 from hpcrl.rundir.attempt_config import attempt_config
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import sandbox_name
@@ -25,7 +26,8 @@ from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter, ending_
 from hpcrl.runtime.token import of_process, read_token
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.node import NodeSandboxes
-from hpcrl.sandboxes.sandbox import SandboxLimits, require_ordinary_user
+from hpcrl.sandboxes.probe import expect_sandboxes
+from hpcrl.sandboxes.sandbox import NoSandboxes, SandboxLimits
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
@@ -40,8 +42,13 @@ def main(path: str) -> None:
     heartbeat = Heartbeat(run, attempt, name)
     status = StatusWriter(run, name, attempt, heartbeat)
     with ending_told(status):
-        require_ordinary_user()
         heartbeat.beat("serve")
+        try:
+            expect_sandboxes()
+        except NoSandboxes:
+            raise
+        except SandboxError as error:
+            raise ServiceError(f"no sandbox starts here now: {error}") from error
         serve(run, attempt_config(run, attempt), attempt, number, status)
 
 

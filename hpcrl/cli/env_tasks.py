@@ -94,7 +94,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from hpcrl.envs.terminal.check import TaskCheck, check_task
     from hpcrl.rundir.layout import default_root
-    from hpcrl.sandboxes.local import expect_sandboxes, local_sandboxes
+    from hpcrl.sandboxes.local import local_sandboxes
+    from hpcrl.sandboxes.probe import expect_sandboxes
 
     root, jobs, network = arguments.root or default_root(), arguments.jobs, arguments.network
 

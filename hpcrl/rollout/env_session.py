@@ -17,6 +17,7 @@ from hpcrl.envs.rewards.judged import rewarded_later
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
 from hpcrl.envs.rewards.response import Scorer, response_to
 from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.envs.tools.sandboxes import SandboxLost
 from hpcrl.errors import DataError, HpcrlError, UserCodeError
 from hpcrl.rollout.kept_answers import SampleAnswers
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+_TRIES = 3
 _NOTHING = Environment.close, AgentEnvironment.close
 
 
@@ -142,7 +144,11 @@ class EnvSession:
         """
         if self._answers and (kept := self._answers.find(text, n_tokens)):
             return Answer(lambda: kept, None, self.where)
-        return self._ask(lambda: self._kept(_checked(self._answer(text, n_tokens, image, latents)), text, n_tokens))
+
+        def answered() -> Turn:
+            return self._kept(_checked(self._answer(text, n_tokens, image, latents)), text, n_tokens)
+
+        return self._ask(lambda: self._lasting(answered, begins=False))
 
     def act(self, actions_KA: np.ndarray) -> Answer[Turn]:
         """Ask for the answer to the policy's actions."""
@@ -176,8 +182,9 @@ class EnvSession:
         return self._ask(self._close) if closes else None
 
     def _close(self) -> None:
-        if self._environment is not None:
-            self._environment.close()
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
 
     def _answer(self, text: str, n_tokens: int, image: np.ndarray | None, latents: np.ndarray | None) -> Turn:
         prompt = self._work.prompt
@@ -199,8 +206,30 @@ class EnvSession:
                 answers.forget()
         if answers and (kept := answers.find()):
             return kept.observations
-        opening = with_images(self._make().init(messages))
-        return self._kept(Turn(opening, 0.0, done=False)).observations
+
+        def begun() -> Turn:
+            return self._kept(Turn(with_images(self._make().init(messages)), 0.0, done=False))
+
+        return self._lasting(begun, begins=True).observations
+
+    def _lasting(self, ask: Callable[[], Turn], *, begins: bool) -> Turn:
+        """Return an answer. Where the environment's sandbox is lost meanwhile, the environment goes on from its state before, and is asked once
+        more: the policy has not been shown the answer.
+
+        Args:
+            begins: whether there was nothing before.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                return ask()
+            except SandboxLost:
+                state = self._answers.state if self._answers else None
+                if not left or (state is None and not begins):
+                    raise
+                self._close()
+                if state is not None and not begins:
+                    self._resume(state)
+        raise AssertionError("there is at least one try")
 
     def _make(self) -> Any:
         self._environment = made = make_environment(self._work.prompt.env_class, self._extras)

@@ -87,6 +87,7 @@ class Episode:
         number: in its group.
         seed: of the first turn.
         tools: of its row, for the chat template.
+        prompt: of the first turn.
         transcripts: one, or with step-wise trajectories one per turn.
         opening: what the environment begins with.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
@@ -100,6 +101,7 @@ class Episode:
     seed: int
     sampling: dict[str, Any]
     tools: Tools
+    prompt: Context = field(default_factory=lambda: Context([]))
     transcripts: list[Transcript] = field(default_factory=list)
     opening: Messages = field(default_factory=list)
     past: Messages = field(default_factory=list)
@@ -212,14 +214,7 @@ class GroupGenerator:
             greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
             episodes.append(Episode(self._session(work, cache, n), cache, n, work.seed, greedy, tools))
         try:
-            await self._open(episodes, work)
-            first = await self._together(episodes[:n])
-            own = [self._turns(episode, work.kind) for episode in episodes[n:]]
-            if first is None:
-                own += [self._turns(episode, work.kind) for episode in episodes[:n]]
-            else:
-                own.append(self._only_turns(episodes[:n], first, work.kind))
-            await asyncio.gather(*own)
+            await self._generate(episodes, work)
         finally:
             await self._close(episodes)
         await self._keep(work, version, episodes[:n])
@@ -296,18 +291,39 @@ class GroupGenerator:
         answers = cache.answers(digest_of(json.dumps(name, default=str).encode()))
         return EnvSession(work, self._rewards[work.kind], extras, tokens, self.threads, answers)
 
-    async def _open(self, episodes: Sequence[Episode], work: Work) -> None:
-        messages, prompt = Messages(), Context([])
-        for episode, answer in [(episode, episode.session.open()) for episode in episodes]:
-            opened: Messages = list(work.prompt.messages)
-            try:
-                opened = await answer.result()
-            except _FAILURES as error:
-                episode.failure = _told(error)
-            if opened != messages or not prompt.token_ids:  # as a rule all samples begin alike
-                _held = await self._images.prepare(opened)  # until the template wants them
-                messages, prompt = opened, self._template.opening(opened, episode.tools)
-            episode.transcripts, episode.opening, episode.past = [Transcript(*prompt)], opened, list(opened)
+    async def _generate(self, episodes: Sequence[Episode], work: Work) -> None:
+        """Generate the samples of a group, and after them its greedy response."""
+        episodes[0].cache.leave(range(work.n_samples))  # an environment may wait long for what it begins with
+        asked = [(episode, episode.session.open()) for episode in episodes]
+        if self._config.max_turns > 1:
+            # a sample that has begun does not wait for others, which may need the place that it has
+            await asyncio.gather(*(self._begun(*one, episodes, work) for one in asked))
+            return
+        for one in asked:
+            await self._open(*one, episodes, work)
+        samples, greedy = episodes[: work.n_samples], episodes[work.n_samples :]
+        first = await self._together(samples)
+        own = [self._turns(episode, work.kind) for episode in (*greedy, *(samples if first is None else ()))]
+        await asyncio.gather(*own, *([] if first is None else [self._only_turns(samples, first, work.kind)]))
+
+    async def _begun(self, episode: Episode, asked: Answer[Messages], group: Sequence[Episode], work: Work) -> None:
+        await self._open(episode, asked, group, work)
+        await self._turns(episode, work.kind)
+        await self._close([episode])
+
+    async def _open(self, episode: Episode, asked: Answer[Messages], group: Sequence[Episode], work: Work) -> None:
+        """Begin a sample with what its environment answers."""
+        opened: Messages = list(work.prompt.messages)
+        try:
+            opened = await asked.result()
+        except _FAILURES as error:
+            episode.failure = _told(error)
+        alike = (one.prompt for one in group if one.transcripts and one.opening == opened)  # as a rule all are
+        if (prompt := next(alike, None)) is None:
+            _held = await self._images.prepare(opened)  # until the template wants them
+            prompt = self._template.opening(opened, episode.tools)
+        episode.prompt, episode.transcripts = prompt, [Transcript(*prompt)]
+        episode.opening, episode.past = opened, list(opened)
 
     async def _close(self, episodes: Sequence[Episode]) -> None:
         for episode, answer in [(episode, episode.session.close()) for episode in episodes]:
@@ -339,7 +355,7 @@ class GroupGenerator:
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return
-        prompt = Context(episode.transcript.token_ids, episode.transcript.images)
+        prompt = episode.prompt
         for turn in range(self._config.max_turns):
             if episode.failure or self._too_long(episode, prompt.token_ids):
                 return

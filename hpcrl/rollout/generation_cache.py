@@ -140,7 +140,11 @@ class GroupCache:
             yield
         finally:
             self._asking.subtract(samples)
-            self._idle |= {sample: time.monotonic() for sample in samples if not self._asking[sample]}
+            self.leave(sample for sample in samples if not self._asking[sample])
+
+    def leave(self, samples: Iterable[int]) -> None:
+        """Note that samples ask the engine nothing until their next request."""
+        self._idle |= dict.fromkeys(samples, time.monotonic())
 
     async def _generate(self, call: _Call, n: int, heard: Heard | None = None) -> list[Generation]:
         name = f"{self._group_id}/{next(_CALLS)}"

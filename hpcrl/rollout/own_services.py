@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Mapping
 
+from hpcrl.envs.tools.http import GivenUp
 from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import sandbox_name
-from hpcrl.runtime.process_status import SERVING, read_process_status
+from hpcrl.runtime.process_status import GIVEN_UP, SERVING, ProcessStatus, read_process_status
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_token
 
 _LOOK_S = 1.0
@@ -22,7 +23,7 @@ def sandboxes_of(run: Run, attempt: int, servers: int) -> Sandboxes:
         servers: how many there are; they are named sandbox-0 and so on.
     """
     token = read_token(run)
-    known = [OwnRoute(OwnService(run, attempt, sandbox_name(server), token), "") for server in range(servers)]
+    known = [SandboxRoute(OwnService(run, attempt, sandbox_name(server), token), "") for server in range(servers)]
     return Sandboxes(lambda: known)
 
 
@@ -32,18 +33,26 @@ class OwnService:
     def __init__(self, run: Run, attempt: int, name: str, token: str) -> None:
         self.name, self._run, self._attempt = name, run, attempt
         self.sender = Sender(AttemptKey.of(token, of_process(run.name, name), attempt))
-        self._seen: tuple[float, str | None] = float("-inf"), None
+        self._seen: tuple[float, ProcessStatus | None] = float("-inf"), None
         self._lock = threading.Lock()
 
     def url(self) -> str | None:
         """Return the address, as it was a second ago at most; None: it does not serve."""
+        status = self._status()
+        return status.facts.get("url") if status and status.state == SERVING else None
+
+    def given_up(self) -> str | None:
+        """Return why it will not serve again in this attempt; None: it may."""
+        status = self._status()
+        return status.state if status and status.state.startswith(GIVEN_UP) else None
+
+    def _status(self) -> ProcessStatus | None:
         with self._lock:
-            looked, url = self._seen
+            looked, status = self._seen
             if time.monotonic() - looked > _LOOK_S:
                 status = read_process_status(self._run, self.name, self._attempt)
-                url = status.facts.get("url") if status and status.state == SERVING else None
-                self._seen = time.monotonic(), url
-            return url
+                self._seen = time.monotonic(), status
+            return status
 
 
 class OwnRoute:
@@ -61,3 +70,12 @@ class OwnRoute:
 
     def is_answer(self, sent: Mapping[str, str], status: int, body: bytes, given: Mapping[str, str]) -> bool:
         return self._process.sender.is_answer(sent[NONCE], status, body, given)
+
+
+class SandboxRoute(OwnRoute):
+    """A route of a server of sandboxes, without which the run goes on as long as there is another one."""
+
+    def address(self) -> str | None:
+        if (url := super().address()) is None and (reason := self._process.given_up()) is not None:
+            raise GivenUp(f"{self._process.name} is {reason}")
+        return url

@@ -19,7 +19,7 @@
   scores/<model>/g….safetensors    what scorers say of a finished group
   dataset/train-0/                 tokens of the first training dataset whose rows are trained as they are; validation-0 of the first that is evaluated
   turns/<worker>/g….v<k>.jsonl     what has ended of groups that have not, begun with version k
-  snapshots/<sha256>.tar.gz        what programs have changed in sandboxes (hpcrl/sandboxes/snapshots.py)
+  snapshots/<sha256>.blocks        what programs have changed in sandboxes; blocks/<sha256>.z (hpcrl/sandboxes/snapshots.py)
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
   checkpoints/s000041u2/           the same after 2 optimizer steps of step 42, where a stop request came in between

@@ -9,6 +9,7 @@ It imports nothing but the standard library, all of it before the image is its r
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import CDLL
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from hpcrl.envs.sandbox import namespaces, seccomp
 from hpcrl.envs.sandbox.supervisor import end_children
@@ -37,6 +38,18 @@ LOOK_S = 0.5
 
 OPEN_FILES = 4096
 NOT_FOUND, NOT_STARTED = 127, 126
+
+USER_NAMESPACES, OVERLAY, TMPFS, PROC = (
+    "user namespaces",
+    "overlayfs",
+    "tmpfs with user attributes",
+    "a /proc of its own",
+)
+"""What a sandbox needs of its node."""
+
+_NO_ATTRIBUTES = "tmpfs keeps no user attributes"
+_LACKING = {_NO_ATTRIBUTES: TMPFS, "mount of overlay": OVERLAY, "mount of proc": PROC}
+_PASSING = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.EIO, errno.ENOENT, errno.ESTALE}
 
 _PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
 _READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: files of mode 0 are a part of a snapshot
@@ -65,15 +78,30 @@ def main() -> None:
         _libc.prctl(_PDEATHSIG, signal.SIGKILL)
         _enter(settings)
     except (OSError, DataError) as error:
-        send(owner, {"error": str(error)})
+        send(owner, _reason(error))
         os._exit(1)
     send(owner, {})
     _First(owner, upper, settings).serve()
 
 
+def _reason(error: OSError | DataError) -> Message:
+    """Return why there is no sandbox: a snapshot that is `wrong` for every node, what this node `lacks`, or what may pass."""
+    if isinstance(error, DataError):
+        return {"error": str(error), "wrong": True}
+    if error.errno in _PASSING:
+        return {"error": str(error)}
+    return {
+        "error": str(error),
+        "lacks": next((lacks for text, lacks in _LACKING.items() if text in str(error)), USER_NAMESPACES),
+    }
+
+
 def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     """Return a message and the descriptors that came with it; None where the other end is closed."""
-    content, descriptors, _, _ = socket.recv_fds(channel, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+    try:
+        content, descriptors, _, _ = socket.recv_fds(channel, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
+    except ConnectionResetError:  # it was killed with a message that it had not read
+        return None, []
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     return json.loads(content) if content else None, descriptors
@@ -100,11 +128,20 @@ def _prepare(settings: Message, descriptors: Sequence[int]) -> int:
         os.setxattr(upper, "user.overlay.test", b"y")
         os.removexattr(upper, "user.overlay.test")
     except OSError as error:
-        raise OSError(error.errno, "this kernel's tmpfs keeps no user attributes, which Linux 6.6 has added") from error
+        raise OSError(error.errno, f"this kernel's {_NO_ATTRIBUTES}, which Linux 6.6 has added") from error
     for descriptor in descriptors:
         with os.fdopen(descriptor, "rb") as snapshot:
-            read_tree(snapshot, upper, TreeBounds(settings["disk"], settings["files"]), upper=True)
+            _unpack(snapshot, upper, TreeBounds(settings["disk"], settings["files"]))
     return upper
+
+
+def _unpack(snapshot: IO[bytes], upper: int, bounds: TreeBounds) -> None:
+    try:
+        read_tree(snapshot, upper, bounds, upper=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DataError(f"the snapshot has more than {bounds.size} bytes or {bounds.entries} files") from error
 
 
 def _enter(settings: Message) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +14,9 @@ from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import ServiceError
 from hpcrl.runtime.http_server import Bearer, bind
 from hpcrl.runtime.scratch import Scratch
-from hpcrl.sandboxes.images import MOUNT_POINTS, ImageStore
+from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.node import NodeSandboxes
-from hpcrl.sandboxes.sandbox import Sandbox
+from hpcrl.sandboxes.probe import expect_sandboxes
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
@@ -50,19 +49,6 @@ def local_sandboxes(root: Path, most: int, *, network: bool = False) -> Iterator
         finally:
             with lock:
                 over.set()
-
-
-def expect_sandboxes() -> None:
-    """Start a sandbox and end it, so that what this machine lacks is an error at once, and no reason to wait.
-
-    Raises:
-        SandboxError: this machine, or this user, has no sandboxes.
-    """
-    with tempfile.TemporaryDirectory(prefix="hpcrl-probe-") as place:
-        image = Path(place) / "image"
-        for name in MOUNT_POINTS:
-            (image / name).mkdir(parents=True)
-        Sandbox(image, Path(place)).end()
 
 
 @contextmanager

@@ -35,11 +35,17 @@ class Busy(SandboxError):
 
 @dataclass
 class Leased:
-    """A sandbox whose client has to be heard of before `until`, as of `time.monotonic`; one in use has no end."""
+    """A sandbox whose client has to be heard of before `until`, as of `time.monotonic`; one in use has no end.
+
+    Attributes:
+        begun_with, made: the snapshot with which it has begun, and the last one that was made of it; empty: none.
+    """
 
     sandbox: Sandbox
     until: float
+    begun_with: str = ""
     users: int = 0
+    made: str = ""
 
 
 class NodeSandboxes:
@@ -89,7 +95,7 @@ class NodeSandboxes:
             sandbox = self._start(name, network, snapshot)
             key = secrets.token_urlsafe(32)
             with self._lock:
-                self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self.lease_s)
+                self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self.lease_s, snapshot or "")
                 closed = self._closed
         finally:
             with self._lock:
@@ -119,7 +125,7 @@ class NodeSandboxes:
             return start(changes)
 
     @contextmanager
-    def use(self, key: str) -> Iterator[Sandbox]:
+    def use(self, key: str) -> Iterator[Leased]:
         """Hold a sandbox as long as the block lasts; its lease begins again at the end.
 
         Raises:
@@ -134,7 +140,7 @@ class NodeSandboxes:
                 )
             held.users += 1
         try:
-            yield held.sandbox
+            yield held
         finally:
             with self._lock:
                 held.users -= 1
@@ -142,8 +148,16 @@ class NodeSandboxes:
 
     def keep(self, key: str) -> str:
         """Keep a snapshot of a sandbox; return its name."""
-        with self.use(key) as sandbox:
-            return self._snapshots.put(sandbox)
+        with self.use(key) as held:
+            held.made = self._snapshots.put(held.sandbox)
+            return held.made
+
+    def hold_snapshots(self) -> None:
+        """Let the snapshots of sandboxes that are here not become old: one that is lost later may be started again with them."""
+        with self._lock:
+            names = {name for one in self._held.values() for name in (one.begun_with, one.made) if name}
+        for name in names:
+            self._snapshots.hold(name)
 
     def end(self, key: str) -> None:
         """End a sandbox. Raises UnknownKey where no sandbox has the key."""

@@ -39,12 +39,25 @@ _ENVIRONMENT = {
 }
 _START_S, _TRANSFER_S, _GRACE_S = 120.0, 120.0, 2.0
 _PIECE, _MOST_PIECES = 1 << 16, 64
+ORDINARY_USER = "an ordinary user"
 _NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
 _END_OF_INPUT = b"\x04"
 
 
 class SandboxEnded(SandboxError):
     """A sandbox has ended."""
+
+
+class NoSandboxes(SandboxError):
+    """A node, or its user, has no sandboxes, however often one is asked for.
+
+    Attributes:
+        lacks: what of docs/sandboxes.md, as of hpcrl/sandboxes/inside.py.
+    """
+
+    def __init__(self, message: str, lacks: str = "") -> None:
+        super().__init__(message)
+        self.lacks = lacks
 
 
 @dataclass(frozen=True)
@@ -241,7 +254,9 @@ class Sandbox:
         snapshot: an uncompressed archive of `snapshot`, with which it begins.
 
     Raises:
-        SandboxError: this node has no such sandboxes, or the snapshot cannot be used.
+        NoSandboxes: this node has none.
+        DataError: the snapshot cannot be used.
+        SandboxError: it does not start now.
     """
 
     def __init__(
@@ -281,7 +296,7 @@ class Sandbox:
             answer, reason = None, f"{reason}, or takes more than {_START_S:g} s: {error}"
         if answer is None or "error" in answer:
             self.end()
-            raise SandboxError(f"the sandbox did not start: {(answer or {}).get('error', reason)}")
+            raise _not_started(answer or {"error": reason})
         self._owner.settimeout(None)
 
     def begin(
@@ -457,9 +472,17 @@ class Sandbox:
 
 
 def require_ordinary_user() -> None:
-    """Raise SandboxError where this process is root's."""
+    """Raise NoSandboxes where this process is root's."""
     if os.geteuid() == 0:
-        raise SandboxError("sandboxes are for ordinary users: root would be root of the node inside, too")
+        raise NoSandboxes("sandboxes are for ordinary users: root would be root of the node inside, too", ORDINARY_USER)
+
+
+def _not_started(answer: Mapping[str, Any]) -> SandboxError | DataError:
+    """Return the error of a sandbox whose first process has answered with one."""
+    message = f"the sandbox did not start: {answer['error']}"
+    if answer.get("wrong"):
+        return DataError(message)
+    return NoSandboxes(message, answer["lacks"]) if "lacks" in answer else SandboxError(message)
 
 
 def _typed_end(given: bytes) -> bytes:

@@ -19,6 +19,7 @@ import base64
 import binascii
 import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -44,10 +45,12 @@ from hpcrl.runtime.http_server import (
 )
 from hpcrl.sandboxes.node import MOST_REQUESTS, Busy, NodeFull, NodeSandboxes, UnknownKey
 from hpcrl.sandboxes.sandbox import SandboxCommand, SandboxEnded
+from hpcrl.sandboxes.snapshots import KEPT_S
 
 R = TypeVar("R")
 
 MOST_SECONDS = 24 * 3600.0
+HOLD_S = KEPT_S / 6
 _LOOK_S = 1.0
 _BEARER = "Bearer "
 _NETWORK, _TEXTS = (bool, False), (list, None)
@@ -88,10 +91,17 @@ class SandboxServer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def end_expired(self) -> None:
-        """End sandboxes whose clients are gone, for ever."""
+    async def look_after(self) -> None:
+        """End sandboxes whose clients are gone, and hold the snapshots of the others, for ever."""
+        hold_at = time.monotonic()
         while True:
             await self._in_thread(self._node.end_expired)
+            if time.monotonic() >= hold_at:
+                try:
+                    await self._in_thread(self._node.hold_snapshots)
+                except OSError as error:
+                    print(f"snapshots of running sandboxes may become old: {error}", flush=True)
+                hold_at = time.monotonic() + HOLD_S
             await asyncio.sleep(_LOOK_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,9 +168,9 @@ class SandboxServer:
             raise BadRequest(f"seconds: expected more than 0, and at most {MOST_SECONDS:g}")
         if not asked["most"] >= 0:
             raise BadRequest("most: expected a number of bytes")
-        with self._node.use(key) as sandbox:
+        with self._node.use(key) as held:
             program = await self._in_thread(
-                lambda: sandbox.begin(
+                lambda: held.sandbox.begin(
                     asked["command"],
                     asked["seconds"],
                     terminal=asked["terminal"],
@@ -201,13 +211,13 @@ class SandboxServer:
 
     def _write(self, key: str, asked: Body) -> dict[str, Any]:
         content = base64_of(asked["content"])
-        with self._node.use(key) as sandbox:
-            sandbox.write(asked["path"], content, asked["mode"])
+        with self._node.use(key) as held:
+            held.sandbox.write(asked["path"], content, asked["mode"])
         return {}
 
     def _read(self, key: str, asked: Body) -> dict[str, Any]:
-        with self._node.use(key) as sandbox:
-            return {"content": base64.b64encode(sandbox.read(asked["path"])).decode()}
+        with self._node.use(key) as held:
+            return {"content": base64.b64encode(held.sandbox.read(asked["path"])).decode()}
 
     def _renew(self, key: str, _: Body) -> dict[str, Any]:
         with self._node.use(key):
@@ -224,7 +234,7 @@ class SandboxServer:
 async def serve_sandboxes(node: NodeSandboxes, proof: Proof, listener: socket.socket, until: Awaitable[object]) -> None:
     """Serve the sandboxes of a node until `until` is done; then end them."""
     app = SandboxServer(node, proof)
-    tasks = [asyncio.ensure_future(until), asyncio.create_task(app.end_expired())]
+    tasks = [asyncio.ensure_future(until), asyncio.create_task(app.look_after())]
 
     async def first() -> None:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,42 +1,102 @@
-"""Snapshots of sandboxes: what their programs have changed, one compressed archive each, by checksum."""
+"""Snapshots of sandboxes: what their programs have changed, as blocks that are stored once each, compressed, by checksum.
+
+A snapshot is an archive, and its file a list of the archive's blocks. Where a block ends follows from its content, at the records of the
+archive (content-defined chunking: Muthitacharoen et al., A Low-bandwidth Network File System, SOSP 2001). So a file that is changed, made or
+removed changes the blocks that it lies in, and each turn stores those alone.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import secrets
 import tempfile
+import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
 
 from hpcrl.errors import DamagedError, DataError
-from hpcrl.rundir.commit import children, make_directory
-from hpcrl.sandboxes.archives import PARTIAL, Hashed, uncompressed, write_compressed
+from hpcrl.rundir.commit import children, make_directory, read_bytes
+from hpcrl.sandboxes.archives import PARTIAL
 from hpcrl.sandboxes.sandbox import Sandbox
 
 KEPT_S = 1800.0
-"""How long a snapshot stays that no state names: those of the last turns are not written yet."""
+"""How long a snapshot stays that no state names and no sandbox uses: those of the last turns are not written yet."""
 
-_PIECE = 1 << 20
+SMALLEST, LARGEST = 256 << 10, 4 << 20
+"""Bytes of a block; the last one may have less."""
+
+_RECORD = 512  # of an archive
+_ONE_IN = 2048  # records after which a block ends, as a rule
+_LEVEL = 1  # of zlib: the policy waits
+_AT_ONCE = 4  # blocks that are compressed and written
 
 
 class SnapshotStore:
-    """Snapshots in a directory. The same changes are stored once."""
+    """Snapshots in a directory. The same blocks are stored once, whatever sandboxes they are of."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory
+        self._path, self._blocks = directory, directory / "blocks"
 
     def put(self, sandbox: Sandbox) -> str:
-        """Keep what the programs of a sandbox have changed, and return its name, the SHA-256 of the archive.
+        """Keep what the programs of a sandbox have changed, and return its name, the SHA-256 of the list of blocks.
 
         Raises:
             SandboxError: it is more than the limits of the sandbox allow, such as many sparse files.
         """
-        make_directory(self._path)
-        made = write_compressed(self._path, sandbox.snapshot)
-        os.replace(made.path, self._file(made.digest))
-        return made.digest
+        make_directory(self._blocks)
+        stage, names, writes = f"{PARTIAL}{secrets.token_hex(8)}-", list[str](), dict[str, Future[bool]]()
+        try:
+            with ThreadPoolExecutor(_AT_ONCE) as threads:
+                waiting = deque[Future[bool]]()
+
+                def keep(block: bytes) -> None:
+                    names.append(name := hashlib.sha256(block).hexdigest())
+                    if name in writes:
+                        return
+                    if len(waiting) >= 2 * _AT_ONCE:
+                        waiting.popleft().result()
+                    writes[name] = threads.submit(self._stage, name, stage, block)
+                    waiting.append(writes[name])
+
+                cutter = _Cutter(keep)
+                sandbox.snapshot(
+                    cast(IO[bytes], cutter)
+                )  # its programs, which stand still meanwhile, go on before disks are waited for
+                cutter.finish()
+                list(threads.map(lambda name: writes[name].result() and self._commit(name, stage), writes))
+        except BaseException:
+            for name in writes:
+                self._block(name, stage).unlink(missing_ok=True)
+            raise
+        listed = "".join(f"{name}\n" for name in names).encode()
+        digest = hashlib.sha256(listed).hexdigest()
+        _write(self._file(digest), listed)
+        return digest
+
+    def _stage(self, name: str, stage: str, block: bytes) -> bool:
+        """Write a block beside the others, unless it is there; return whether it is new."""
+        try:
+            os.utime(self._block(name))  # young once more: the list of this snapshot is not written yet
+        except FileNotFoundError:
+            self._block(name, stage).write_bytes(zlib.compress(block, _LEVEL))
+            return True
+        return False
+
+    def _commit(self, name: str, stage: str) -> None:
+        with self._block(name, stage).open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._block(name, stage), self._block(name))
+
+    def hold(self, digest: str) -> None:
+        """Let a snapshot be as young as if it had been put now."""
+        with suppress(FileNotFoundError):
+            os.utime(self._file(digest))
 
     @contextmanager
     def opened(self, digest: str) -> Iterator[IO[bytes]]:
@@ -46,43 +106,126 @@ class SnapshotStore:
             DataError: there is none of this name.
             DamagedError: it has changed.
         """
-        path = self._file(digest) if re.fullmatch("[0-9a-f]{64}", digest) else None
-        if path is None or not path.is_file():
+        listed = read_bytes(self._file(digest)) if re.fullmatch("[0-9a-f]{64}", digest) else None
+        if listed is None:
             raise DataError(f"there is no snapshot {digest!r:.100} in {self._path}")
-        with tempfile.TemporaryFile() as plain, uncompressed(path) as stream:
-            hashed = Hashed(stream)
-            while piece := hashed.read(_PIECE):
-                plain.write(piece)
-            if hashed.digest() != digest:
-                raise DamagedError(f"{path} has changed: begin without it, or with an earlier snapshot")
+        if hashlib.sha256(listed).hexdigest() != digest:
+            raise self._damaged(self._file(digest))
+        with tempfile.TemporaryFile() as plain:
+            for name in listed.decode().split():
+                plain.write(self._content(name))
             plain.seek(0)
             yield cast(IO[bytes], plain)
 
-    def collect(self, named: Callable[[], Collection[str]]) -> int:
-        """Remove snapshots, and what writers that were killed have left, older than KEPT_S; return how many.
+    def _content(self, name: str) -> bytes:
+        packed = read_bytes(self._block(name))
+        if packed is None:
+            raise DataError(f"{self._block(name)} is missing: begin without the snapshot, or with an earlier one")
+        try:
+            block = zlib.decompressobj().decompress(packed, LARGEST + 1)
+        except zlib.error as error:
+            raise self._damaged(self._block(name)) from error
+        if hashlib.sha256(block).hexdigest() != name:
+            raise self._damaged(self._block(name))
+        return block
 
-        Others may put and open snapshots meanwhile: what is put once more is young again, and what is open stays readable. Ages are by the
-        clock of the filesystem.
+    def _damaged(self, path: Path) -> DamagedError:
+        """Remove a damaged file, so that the next snapshot with its content writes it again; return the error."""
+        path.unlink(missing_ok=True)
+        return DamagedError(f"{path} has changed: begin without the snapshot, or with an earlier one")
+
+    def collect(self, named: Callable[[], Collection[str]]) -> int:
+        """Remove snapshots, blocks of none, and what writers that were killed have left, older than KEPT_S; return how many files.
+
+        Others may put and open snapshots meanwhile: what is put once more is young again. Ages are by the clock of the filesystem.
 
         Args:
             named: returns the snapshots that are to stay.
         """
         if not children(self._path):
             return 0
+        make_directory(self._blocks)
         with tempfile.NamedTemporaryFile(dir=self._path, prefix=PARTIAL) as new:
-            now = os.stat(new.name).st_mtime
-        old = [path for path in self._path.iterdir() if _is_old(path, now)]
-        stay = {self._file(digest) for digest in named()} if old else set[Path]()
-        removed = [path for path in old if path not in stay and _is_old(path, now)]  # put once more meanwhile
-        for path in removed:
-            path.unlink(missing_ok=True)
+            before = os.stat(new.name).st_mtime - KEPT_S
+        lists, blocks = (
+            [path for path in place.iterdir() if path.is_file() and _is_old(path, before)]
+            for place in (self._path, self._blocks)
+        )
+        stay = {self._file(digest) for digest in named()} if lists else set[Path]()
+        removed = [path for path in lists if path not in stay and _removed(path, before)]
+        if blocks:
+            used = {
+                name for path in self._path.iterdir() if path.is_file() for name in (read_bytes(path) or b"").split()
+            }
+            removed += [path for path in blocks if path.stem.encode() not in used and _removed(path, before)]
         return len(removed)
 
     def _file(self, digest: str) -> Path:
-        return self._path / f"{digest}.tar.gz"
+        return self._path / f"{digest}.blocks"
+
+    def _block(self, name: str, stage: str = "") -> Path:
+        return self._blocks / f"{stage}{name}.z"
 
 
-def _is_old(path: Path, now: float) -> bool:
+class _Cutter:
+    """A file that is written, and cut into blocks.
+
+    Args:
+        keep: called with each block.
+    """
+
+    def __init__(self, keep: Callable[[bytes], object]) -> None:
+        self._keep, self._block, self._at = keep, bytearray(), SMALLEST
+
+    def write(self, content: bytes) -> int:
+        self._block += content
+        while end := self._end():
+            self._keep(bytes(self._block[:end]))
+            del self._block[:end]
+            self._at = SMALLEST
+        return len(content)
+
+    def finish(self) -> None:
+        if self._block:
+            self._keep(bytes(self._block))
+
+    def _end(self) -> int:
+        """Return where the block ends that is written; 0: further on."""
+        with memoryview(self._block) as block:
+            for end in range(self._at, len(block) + 1, _RECORD):
+                if end >= LARGEST or zlib.crc32(block[end - _RECORD : end]) % _ONE_IN == 0:
+                    return end
+            self._at = max(self._at, (len(block) // _RECORD + 1) * _RECORD)
+        return 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file as a whole; it is on the disk then. Threads and nodes may write the same one at a time."""
+    descriptor, partial = tempfile.mkstemp(prefix=PARTIAL, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _is_old(path: Path, before: float) -> bool:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # a network filesystem asks its server only then
+        return os.fstat(file.fileno()).st_mtime < before
+    return False
+
+
+def _removed(path: Path, before: float) -> bool:
+    """Remove a file, unless it is put once more meanwhile: who does so finds it before it has another name, or writes it again."""
+    aside = path.with_name(f"{PARTIAL}{path.name}") if not path.name.startswith(PARTIAL) else path
     with suppress(FileNotFoundError):
-        return path.stat().st_mtime < now - KEPT_S
+        path.rename(aside)
+        if _is_old(aside, before):
+            aside.unlink()
+            return True
+        aside.rename(path)
     return False

@@ -124,7 +124,7 @@ def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
 def test_snapshots_that_no_turn_names_are_removed(tmp_path: Path) -> None:
     run, old = make_run(tmp_path, trainer={"eval_interval": 0}), time.time() - 2 * KEPT_S
     named, unnamed, young = (f"{digit}" * 64 for digit in "abc")
-    files = {digest: run.snapshots / f"{digest}.tar.gz" for digest in (named, unnamed, young)}
+    files = {digest: run.snapshots / f"{digest}.blocks" for digest in (named, unnamed, young)}
     for digest, path in files.items():
         write_bytes(path, b"snapshot")
         if digest != young:
@@ -133,7 +133,7 @@ def test_snapshots_that_no_turn_names_are_removed(tmp_path: Path) -> None:
     append_lines(turn_file(run, "rollout-0", "g00000001", 0), [state])
     with controller(run):
         wait_for(lambda: not files[unnamed].exists(), lambda: "it stays", 60)
-    assert set(run.snapshots.iterdir()) == {files[named], files[young]}
+    assert set(run.snapshots.iterdir()) == {files[named], files[young], run.snapshots / "blocks"}
 
 
 @pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.faults_slow)])

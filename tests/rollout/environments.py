@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.base import LONGEST_STATE, Messages, Turn
 from hpcrl.envs.rewards.response import Response
+from hpcrl.envs.tools.sandboxes import SandboxLost
 
 CLOSED: list[str] = []
 STEPS: list[tuple[str, float, float]] = []
@@ -71,6 +72,33 @@ class Talks(CountLetters):
     def step(self, action: str) -> Turn:
         self.answered += 1
         return Turn([{"role": "user", "content": "abc"}], float(len(action)), done=self.answered == 3)
+
+
+class Loses(Talks):
+    """Goes on from a state; the calls that `lost` names fail in that order, as those of a sandbox whose node is gone."""
+
+    lost: ClassVar[list[str]] = []
+
+    def init(self, messages: Messages) -> Messages:
+        self._lose("init")
+        return messages
+
+    def step(self, action: str) -> Turn:
+        turn = super().step(action)
+        self._lose("step")
+        return replace(turn, metrics={"answered": self.answered})
+
+    def state(self) -> str | None:
+        self._lose("state")
+        return str(self.answered)
+
+    def resume(self, state: str) -> None:
+        self.answered = int(state)
+
+    def _lose(self, call: str) -> None:
+        if self.lost[:1] == [call]:
+            self.lost.pop(0)
+            raise SandboxLost("its node is gone")
 
 
 class TalksOtherwise(Talks):
@@ -160,6 +188,27 @@ class Stuck(CountLetters):
         Stuck.go.wait(20)
         CLOSED.append("stepped")
         return super().step(action)
+
+
+class StuckAtFirst(CountLetters):
+    """Begins when `Stuck` is let go."""
+
+    def init(self, messages: Messages) -> Messages:
+        Stuck.go.wait(20)
+        return messages
+
+
+class OnePlace(Talks):
+    """One at a time; others wait for its end before they begin."""
+
+    free = threading.Semaphore()
+
+    def init(self, messages: Messages) -> Messages:
+        assert self.free.acquire(timeout=60), "the one that has the place does not go on"
+        return messages
+
+    def close(self) -> None:
+        self.free.release()
 
 
 class Slow(CountLetters):

@@ -319,6 +319,27 @@ def test_an_environment_that_takes_too_long(with_engine: WithEngine[Any]) -> Non
     assert sorted(environments.CLOSED) == ["closed"] * 6 + ["stepped"] * 6
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_input_length": 40}])
+def test_samples_with_a_place_go_on_while_others_wait_for_one(
+    with_engine: WithEngine[Any], limits: dict[str, int]
+) -> None:
+    """Also one that ends at a limit leaves its place."""
+    group = generate(with_engine, work("OnePlace"), replace(CONFIG, max_turns=5, **limits))
+    assert group.failures == []
+    assert len(group.conversations) == 6
+
+
+def test_an_answer_that_is_lost_with_its_sandbox_is_asked_for_again(with_engine: WithEngine[Any]) -> None:
+    config = replace(CONFIG, max_turns=5)
+    environments.Loses.lost[:] = ["init", "state", "step", "state"]
+    group = generate(with_engine, work("Loses", n_samples=1), config)
+    assert (group.failures, environments.Loses.lost) == ([], [])
+    assert group.samples[0].env_metrics["answered"] == 3
+    environments.Loses.lost[:] = ["step"] * 3
+    group = generate(with_engine, work("Loses", n_samples=1), config)
+    assert "its node is gone" in group.failures[0]
+
+
 def test_several_turns_with_an_engine(with_engine: WithEngine[Any], models: list[Path]) -> None:
     """Logprobs of every turn are those of the whole, and the seeds make it reproducible."""
     config = replace(CONFIG, max_turns=5)

@@ -260,7 +260,9 @@ def test_a_group_that_nobody_waits_for_is_given_up(
     assert handed_over(run, 5) == {"g2", "g3", "g4"}
 
 
-def test_rewards_that_take_long_hold_no_place_in_the_engine_and_no_weights(
+@pytest.mark.parametrize("waits", ["Stuck", "StuckAtFirst"])
+def test_environments_that_take_long_hold_no_place_in_the_engine_and_no_weights(
+    waits: str,
     run: Run,
     controller: FakeController,
     server: Server,
@@ -268,10 +270,10 @@ def test_rewards_that_take_long_hold_no_place_in_the_engine_and_no_weights(
     models: list[Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another group is generated meanwhile, and newer weights are loaded; the score comes when it does."""
+    """Another group is generated meanwhile, and newer weights are loaded; the score, or the beginning, comes when it does."""
     monkeypatch.setattr("hpcrl.rollout.generation_cache.IDLE_S", 0.2)
     Stuck.go.clear()
-    controller.work.extend([item("g1", env_class="tests.rollout.environments:Stuck"), item("g2")])
+    controller.work.extend([item("g1", env_class=f"tests.rollout.environments:{waits}"), item("g2")])
     thread, failed = start(run, server, with_engine, capacity=1)
     try:
         wait_for(lambda: len(controller.completed) == 1, 60, f"no g2, {failed}")
@@ -286,7 +288,10 @@ def test_rewards_that_take_long_hold_no_place_in_the_engine_and_no_weights(
         controller.stop = "finished"
         thread.join(30)
     assert not failed
-    assert [(meta.group_id, meta.newest_version) for meta in controller.completed] == [("g2", 0), ("g1", 0)]
+    assert [(meta.group_id, meta.newest_version) for meta in controller.completed] == [
+        ("g2", 0),
+        ("g1", int(waits == "StuckAtFirst")),
+    ]
 
 
 @pytest.mark.parametrize(("claim_takes", "complete_takes"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)])

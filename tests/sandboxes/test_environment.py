@@ -26,7 +26,8 @@ from hpcrl.rollout.group import Group
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.local import local_sandboxes
 from hpcrl.types import Prompt, Work
-from tests.golden.adapters.rollout import Engine, Letters
+from tests.golden.adapters.rollout import Engine
+from tests.golden.letters import Letters
 from tests.paths import ROOT
 from tests.sandboxes.material import PATIENCE_S, make_rootfs
 from tests.sandboxes.test_images import docker_archive

@@ -17,12 +17,12 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.envs.tools.sandboxes import SandboxLost
-from hpcrl.errors import SandboxError, ServiceError
+from hpcrl.errors import DeviceError, SandboxError, ServiceError
 from hpcrl.rollout.own_services import sandboxes_of
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import sandbox_name
-from hpcrl.runtime.process_status import SERVING, read_process_status
+from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
 from hpcrl.sandboxes import sandbox as module
 from hpcrl.sandboxes.images import ImageStore
 from tests.paths import QUICKSTART, ROOT
@@ -86,6 +86,18 @@ def test_root_serves_none(tmp_path: Path) -> None:
     assert (ended.returncode, "for ordinary users" in ended.stderr) == (SandboxError.exit_code, True), ended.stderr
 
 
+def test_a_start_ends_at_once_where_no_node_will_ever_have_sandboxes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    StatusWriter(run, sandbox_name(0), 1).write(f"{GIVEN_UP}: SandboxError: this kernel is too old")
+    with pytest.raises(ServiceError, match="a server is away"):
+        sandboxes_of(run, 1, 2).start("tiny", wait_s=0.0)
+    StatusWriter(run, sandbox_name(1), 1).write(f"{GIVEN_UP}: SandboxError: this kernel is too old")
+    with pytest.raises(DeviceError, match=r"sandbox-[01] is given up: SandboxError: this kernel is too old"):
+        sandboxes_of(run, 1, 2).start("tiny")
+    with pytest.raises(ServiceError, match="a server is away"):
+        sandboxes_of(run, 2, 2).start("tiny", wait_s=0.0)
+
+
 def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, user: Path) -> None:
     sandboxes = sandboxes_of(run, 1, 1)
     with serving(run, user / "one") as process:
@@ -93,7 +105,7 @@ def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, us
         one = sandboxes.start("tiny")
         one.write("/file", b"content")
         digest = one.snapshot()
-        assert (run.snapshots / f"{digest}.tar.gz").is_file()
+        assert (run.snapshots / f"{digest}.blocks").is_file()
         with pytest.raises(SandboxError, match="those that may: other"):
             sandboxes.start("tiny", network=True)
         process.send_signal(signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -9,13 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes import sandbox as module
 from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
-from hpcrl.sandboxes.snapshots import SnapshotStore
+from hpcrl.sandboxes.snapshots import KEPT_S, SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
 from tests.paths import ROOT
 from tests.sandboxes.material import PATIENCE_S, count_processes
@@ -141,12 +143,49 @@ def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
     for line in (b"---------- 1", b"prw-r--r-- 1", b"-rw-r--r-- 2"):
         assert line in found.stdout
     assert store.put(other) == digest, "the same changes have the same name"
-    (kept,) = (user / "snapshots").iterdir()
-    kept.write_bytes(kept.read_bytes()[:-9] + b"x" * 9)
-    with pytest.raises((DamagedError, DataError)), store.opened(digest):
-        pass
     with pytest.raises(DataError, match="no snapshot"), store.opened("../x"):
         pass
+    (block,) = (user / "snapshots" / "blocks").iterdir()
+    for damaged in (block, user / "snapshots" / f"{digest}.blocks"):
+        damaged.write_bytes(damaged.read_bytes()[:-9] + b"x" * 9)
+        with pytest.raises(DamagedError), store.opened(digest):
+            pass
+        assert store.put(other) == digest, "it is written again"
+        with store.opened(digest):
+            pass
+
+
+def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None:
+    store, one, folder = SnapshotStore(user / "changes"), start(), user / "changes"
+
+    def stored() -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+    for number in range(8):
+        one.write(f"/data-{number}", Random(number).randbytes(3 << 20))
+    first, whole = store.put(one), stored()
+    assert whole > 24 << 20
+    assert shell(one, "echo new > /a; echo new > /data-4b; rm /data-6").stderr == b""
+    second, more = store.put(one), stored() - whole
+    assert more < 12 << 20, "three changes, each in a block or two"
+    for digest, names in ((first, b"/data-6\n"), (second, b"/a\n/data-4b\n")):
+        with store.opened(digest) as snapshot:
+            other = start(snapshot=snapshot)
+        found = shell(other, "ls /a /data-4b /data-6 2>&-")
+        assert found.stdout == names
+        assert store.put(other) == digest
+        other.end()
+    old = time.time() - 2 * KEPT_S
+    for path in folder.rglob("*"):
+        os.utime(path, (old, old))
+    store.hold(second)
+    assert store.collect(lambda: []) > 0
+    with store.opened(second), pytest.raises(DataError, match="no snapshot"), store.opened(first):
+        pass
+    os.utime(folder / f"{second}.blocks", (old, old))
+    assert store.collect(lambda: [second]) == 0
+    store.collect(lambda: [])
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
 def test_a_snapshot_has_bounds(start: Start, user: Path) -> None:
@@ -155,7 +194,7 @@ def test_a_snapshot_has_bounds(start: Start, user: Path) -> None:
     assert one.run(["python3", "-I", "-S", "-c", sparse], PATIENCE_S).stderr == b""
     with pytest.raises(SandboxError, match="more than 1048576 bytes"):
         SnapshotStore(user / "bounded").put(one)
-    assert not list((user / "bounded").iterdir())
+    assert not [path for path in (user / "bounded").rglob("*") if path.is_file()]
 
 
 def test_what_fits_into_a_sandbox_fits_into_the_next_one(start: Start, user: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -62,8 +63,13 @@ def test_doctor_without_slurm(tmp_path: Path) -> None:
     programs.mkdir()
     environment = {**os.environ, "PATH": str(programs)}
     done = subprocess.run(
-        [HPCRL, "doctor", "--root", str(tmp_path)], capture_output=True, text=True, env=environment, timeout=60
+        [HPCRL, "doctor", "--root", str(tmp_path), "slurm.sandboxes.nodes=1"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
     )
     assert "not on this machine (no scontrol on PATH)" in done.stdout
     assert "open files" in done.stdout
+    assert re.search(r"(error|ok) +sandboxes +.*Linux \d", done.stdout), done.stdout
     assert not [line for line in done.stdout.splitlines() if line.startswith("error") and "network" in line]

@@ -19,11 +19,15 @@ _BUSY = (408, 425, 429)  # beside 5xx: what the same request may get another ans
 _GONE = 410
 
 
+class GivenUp(ServiceError):
+    """A service will not come back."""
+
+
 class Peer(Protocol):
     """Who is asked: where that is, how it knows the client, and how the client knows it."""
 
     def address(self) -> str | None:
-        """Return where it is now; None: it is away, and may come back."""
+        """Return where it is now; None: it is away, and may come back. Those of sandboxes raise GivenUp where they will not."""
         ...
 
     def headers(self, path: str, body: bytes) -> dict[str, str]:

@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from hpcrl.envs.tools.http import Peer
+from hpcrl.envs.tools.http import GivenUp, Peer
 from hpcrl.envs.tools.requests import Compressed, ServiceAnswer, build_request, in_background, send
-from hpcrl.errors import SandboxError, ServiceError
+from hpcrl.errors import DeviceError, SandboxError, ServiceError
 
 _START_S, _CALL_S, _END_S = 900.0, 600.0, 10.0  # the first start on a node unpacks the image
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
@@ -79,18 +79,23 @@ class Sandboxes:
 
         Raises:
             SandboxError: there is no such image or snapshot, or the image may have no network.
+            DeviceError: no server of the run will ever start one.
             ServiceError: no server has started one in time.
         """
         content = json.dumps({"image": image, "network": network, "snapshot": snapshot or ""}).encode()
         deadline, wait, why = time.monotonic() + wait_s, _FIRST_WAIT_S, "no server is there"
         while True:
-            servers = self._servers()
+            servers, gone = self._servers(), 0
             first = next(self._turn) % max(1, len(servers))
             for server in (*servers[first:], *servers[:first]):
                 try:
                     return _start_at(server, content)
                 except _NotHere as reason:
                     why = str(reason)
+                except GivenUp as reason:
+                    why, gone = str(reason), gone + 1
+            if 0 < gone == len(servers):
+                raise DeviceError(f"no node of the run has sandboxes: {why}; what they need is in docs/sandboxes.md")
             if (left := deadline - time.monotonic()) <= 0:
                 raise ServiceError(f"no sandbox of image {image!r} within {wait_s:g} s: {why}")
             time.sleep(min(left, wait * random.uniform(0.5, 1.0)))

@@ -27,7 +27,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.errors import DeviceError, HpcrlError, RunError
+from hpcrl.errors import DeviceError, HpcrlError, RunError, SandboxError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
 from hpcrl.launch.agent.growth import GrowthWatch
 from hpcrl.launch.agent.held_nodes import HeldNodes
@@ -261,6 +261,8 @@ class NodeAgent:
         # with the controller, which looks whether enough are left
         registered = not child.name.startswith(("reward", "part", SANDBOX))
         restarts.ended()
+        if child.poll() == SandboxError.exit_code:  # of a node without sandboxes
+            restarts.give_up()
         if restarts.given_up and child.name.startswith("reward"):
             self._failed(child)
             return

@@ -157,5 +157,8 @@ class Restarts:
             wait = 0.0 if self.used == 1 else min(_LONGEST_WAIT_S, _WAIT_S * 2 ** (self.used - 2))
             self.due = time.monotonic() + wait
 
+    def give_up(self) -> None:
+        self.used, self.due = max(self.used, self._budget + 1), None
+
     def started(self) -> None:
         self._started, self.due = time.monotonic(), None

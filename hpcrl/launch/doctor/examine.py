@@ -23,7 +23,7 @@ from hpcrl.launch.doctor.cluster import (
     request_findings,
 )
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
-from hpcrl.launch.doctor.node import facts, place
+from hpcrl.launch.doctor.node import facts, place, sandboxes_here
 from hpcrl.launch.doctor.node_findings import (
     SUBJECTS,
     Purpose,
@@ -33,6 +33,7 @@ from hpcrl.launch.doctor.node_findings import (
     findings_of_node,
 )
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
+from hpcrl.launch.doctor.sandboxes import sandbox_finding
 from hpcrl.launch.doctor.shared_fs_probe import VISIBLE_S, link_finding, measure_delays, visibility_finding
 from hpcrl.launch.srun import srun
 from hpcrl.rundir.layout import OTHER_ROOTS
@@ -62,7 +63,7 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
             "only --local works here; for more, run this on a node of the cluster (slurm/devcluster makes a small one)"
         )
         yield warning("slurm", "not on this machine (no scontrol on PATH)", remedy)
-        yield from _of_this_machine(directory)
+        yield from _of_this_machine(directory, asked)
         return
     try:
         config = parse_config(_slurm("scontrol", "show", "config"))
@@ -73,7 +74,7 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
             str(failure),
             "if this machine has no cluster, --local works; else ask the administrators, or wait for slurmctld",
         )
-        yield from _of_this_machine(directory)
+        yield from _of_this_machine(directory, asked)
         return
     yield from cluster_findings(config, _accounting())
     yield from request_findings(asked)
@@ -89,6 +90,8 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         there.append(replace(wanted, partition=partition["PartitionName"]))
     if there:
         yield from _of_compute_node(directories, there[0], wait_s)
+    if asked.sandboxes.nodes:
+        yield from _of_sandbox_node(directory, asked, wait_s)
 
 
 def _requests(asked: SlurmConfig) -> Iterator[tuple[str, SlurmConfig]]:
@@ -136,10 +139,12 @@ def _of_root(name: str, root: Path, directory: Path) -> Iterator[Finding]:
         yield ok("permissions", found, "run directories are made with 0700")
 
 
-def _of_this_machine(directory: Path) -> Iterator[Finding]:
+def _of_this_machine(directory: Path, asked: SlurmConfig) -> Iterator[Finding]:
     here = facts(directory)
     del here["places"]["root"]  # looked at already
     yield from findings_of_node(here, Purpose(named=False))  # without a cluster no other node talks to this one
+    if asked.sandboxes.nodes or asked.sandboxes.per_rollout_node:
+        yield sandbox_finding(sandboxes_here())
 
 
 def _slurm(*command: str) -> str:
@@ -176,6 +181,18 @@ def _of_compute_node(directories: Mapping[str, Path], slurm: SlurmConfig, wait_s
     finally:
         for probe in probes.values():
             shutil.rmtree(probe, ignore_errors=True)
+
+
+def _of_sandbox_node(directory: Path, asked: SlurmConfig, wait_s: int) -> Iterator[Finding]:
+    """Look whether a node of slurm.sandboxes starts a sandbox."""
+    own = asked.sandboxes
+    partition, account = own.partition or asked.partition, own.account or asked.account
+    wanted = replace(asked, partition=partition, account=account, qos=own.qos, constraint=own.constraint)
+    try:
+        with NodeSession(_srun([directory / "sandboxes"], wanted, gpus=False, wait_s=wait_s)) as node:
+            yield sandbox_finding(node.request(wait_s + _FACTS_S, verb="sandboxes"))
+    except NoAnswerError as failure:
+        yield replace(_no_node(str(failure), partition or "the default partition", wait_s), subject="node of sandboxes")
 
 
 def _made(probes: Iterable[Path]) -> bool:
@@ -237,3 +254,5 @@ def _findings_of_session(
     yield from environment_findings(facts(probe.parent), there, other=slurm.other_environment)
     there["places"].pop("root", None)  # looked at from here
     yield from findings_of_node(there, Purpose(gpus=needed, requeues=slurm.container.host_python is None))
+    if slurm.sandboxes.per_rollout_node:
+        yield sandbox_finding(node.request(_FACTS_S, verb="sandboxes"))

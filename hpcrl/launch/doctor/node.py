@@ -7,6 +7,7 @@ python -m hpcrl.launch.doctor.node DIRECTORY
      "limit_s": "60"}                                    or {"sees": false} when the time is over
 {"verb": "write", "name": "b", "content": "y"}       {"uid": 1000}
 {"verb": "facts", "gpus": "1"}                       see `facts`
+{"verb": "sandboxes"}                                see `sandboxes_here`
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.gpu_memory import nvidia_smi
 from hpcrl.runtime.numa import numa_nodes
 from hpcrl.runtime.scratch import left_shared_memory, remove_abandoned
+from hpcrl.sandboxes.probe import sandbox_facts
 
 PACKAGES = ("hpcrl", "torch", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
 CONTAINERS = ("apptainer", "enroot")  # programs that start them
@@ -100,6 +102,11 @@ def facts(
         "path": os.environ.get("PATH", ""),
         "failed_setup": failed_setup(),
     }
+
+
+def sandboxes_here() -> dict[str, Any]:
+    """Return this host's name, and its facts as of `sandbox_facts`."""
+    return {"host": socket.gethostname(), **sandbox_facts()}
 
 
 def _address() -> str | None:
@@ -255,6 +262,8 @@ def _answer(directory: Path, request: Mapping[str, str]) -> None:
             say({"uid": path.stat().st_uid})
         case "facts":
             say(facts(directory, int(request.get("gpus", "0"))))
+        case "sandboxes":
+            say(sandboxes_here())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken
 
 from hpcrl.config import GeneratorConfig
 from hpcrl.controller.metrics import batch_metrics
@@ -21,36 +20,7 @@ from hpcrl.types import Batch, Prompt, Row, Work
 from tests.golden.adapters.advantages import ABOVE_0
 from tests.golden.adapters.converted import skyrl
 from tests.golden.case import Case
-
-_EOS = 1
-
-
-class Letters:
-    """The tokenizer of the cases: a token per character."""
-
-    eos_token_id = _EOS
-    eos_token = chr(_EOS)
-    chat_template = (
-        "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}{{ '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    special_tokens_map: Mapping[str, str] = {"eos_token": eos_token}
-    name_or_path = "letters"
-    is_fast = False
-    all_special_tokens: Sequence[str] = (eos_token,)
-    added_tokens_decoder: Mapping[int, Any] = {_EOS: AddedToken(eos_token, special=True)}
-
-    def __len__(self) -> int:
-        return sys.maxunicode + 1
-
-    def get_chat_template(self, *_: object) -> str:
-        return self.chat_template
-
-    def encode(self, text: str, **_: object) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: Sequence[int], **_: object) -> str:
-        return "".join(chr(token) for token in ids if token != _EOS)
+from tests.golden.letters import Letters
 
 
 class Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,10 @@ from hpcrl.launch.doctor.node_findings import (
     findings_of_node,
 )
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
+from hpcrl.launch.doctor.sandboxes import sandbox_finding
 from hpcrl.launch.doctor.shared_fs_probe import link_finding, measure_delays, visibility_finding
+from hpcrl.sandboxes.inside import PROC, TMPFS, USER_NAMESPACES
+from hpcrl.sandboxes.sandbox import ORDINARY_USER
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime - ext4 /dev/root rw
@@ -211,6 +215,31 @@ def test_limits_and_network() -> None:
     assert levels({**well, "abandoned": ["/tmp/hpcrl-agent-x"]})["left over"] == "ok"
     assert levels({**well, "left": {"nccl-Ab3": 9 << 20}})["left over"] == "warning"
     assert levels({**well, "ephemeral": [9000, 65535]})["network"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("lacks", "remedy"),
+    [
+        (USER_NAMESPACES, "user.max_user_namespaces"),
+        (TMPFS, "Linux 6.6"),
+        (PROC, "/proc are hidden"),
+        (ORDINARY_USER, "as an ordinary user"),
+        ("", "docs/sandboxes.md"),
+    ],
+)
+def test_what_a_node_lacks_for_sandboxes_has_a_remedy(lacks: str, remedy: str) -> None:
+    there = {"host": "c1", "kernel": "5.14.0", "error": "the sandbox did not start", "lacks": lacks}
+    found = sandbox_finding(there)
+    assert (found.level, remedy in found.remedy, "c1, Linux 5.14.0" in found.found) == ("error", True, True)
+    assert sandbox_finding({**there, "error": None}).level == "ok"
+
+
+def test_a_node_says_whether_it_starts_sandboxes(tmp_path: Path) -> None:
+    with node(tmp_path) as there:
+        facts_of_it = there.request(120, verb="sandboxes")
+    assert facts_of_it.keys() == {"host", "kernel", "error", "lacks"}
+    if os.geteuid() == 0:
+        assert facts_of_it["lacks"] == ORDINARY_USER
 
 
 def test_clock() -> None:
