@@ -70,6 +70,7 @@ def build_schedule(config: Config, steps: int) -> Schedule:
             later=[REWARD_MODEL] if config.scoring_reward_model else [],
             rewards=algorithm.gdpo.rewards,
         ),
+        curriculum=config.data.curriculum,
         baselines=algorithm.needs_baselines,
         colocated=trainer.placement.colocate_all,
         lent=tuple(map(worker_name, config.lent_replicas)),

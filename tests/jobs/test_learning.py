@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import runpy
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from hpcrl.data.sources import READERS
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
 from tests.paths import QUICKSTART
 
 STEPS = 30
+TRAIN = QUICKSTART.parent / "quickstart" / "data" / "train.parquet"
 ALGORITHM = "trainer.algorithm."
 NO_REFERENCE = f"{ALGORITHM}use_kl_loss=false"
 
@@ -93,6 +97,26 @@ def test_family_learns_to_sort(place: Path, family: str, engine: str) -> None:
     print(f"{family}, {engine}: {before:.3f} -> {after:.3f}")
     assert before < 0.5
     assert after >= 0.9
+
+
+@pytest.mark.slow
+def test_a_curriculum_learns_more_where_most_prompts_teach_nothing(place: Path) -> None:
+    """Five of six prompts have an answer that is never right. In as many steps, those that can be learned come more often."""
+    words = [sample["prompt"][-1]["content"] for sample in islice(READERS[".parquet"](TRAIN), 384)]
+    rows = place / "mixed.jsonl"
+    truths = ["".join(sorted(word.split()[-1])) if at % 6 == 0 else "never" for at, word in enumerate(words)]
+    rows.write_text("".join(json.dumps(row_of(*row)) + "\n" for row in zip(words, truths, strict=True)))
+    found, shared = (
+        {},
+        ["trainer.train_batch_size=32", "trainer.epochs=9", f"data.train_data={json.dumps([str(rows)])}"],
+    )
+    for name, share in (("plain", 1.0), ("curriculum", 0.05)):
+        run = quickstart(place, name, *shared, f"data.curriculum.hard={share}", steps=40)
+        found[name] = eval_score(run, 40)
+        print(f"{name}: {eval_score(run, 0):.3f} -> {found[name]:.3f}")
+    hard = curve(run, "curriculum/groups_hard")
+    assert hard[40] < 0.6 < curve(run, "curriculum/rows_hard")[40]
+    assert found["curriculum"] > found["plain"] + 0.05
 
 
 @pytest.mark.slow
@@ -275,6 +299,11 @@ def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> 
     return Run.open(place / "runs" / Path(config).stem.removesuffix("_tiny") / name)
 
 
+def row_of(question: str, truth: str) -> dict[str, Any]:
+    """Return a row of a dataset that asks for sorted letters."""
+    return {"prompt": question, "env_class": "sort_letters", "reward_spec": {"ground_truth": truth}}
+
+
 def right_answers(run: Run, version: int) -> float:
     """Return the share of an evaluation's answers that are in order."""
     lines = [json.loads(line) for line in run.eval_dump(version, 0).read_text().splitlines()]
@@ -289,9 +318,9 @@ def greedy_score(run: Run, step: int) -> float:
     return made["score"](AutoModelForCausalLM.from_pretrained(run.export(step)), tokenizer, words)
 
 
-def quickstart(place: Path, name: str, *settings: str) -> Run:
-    """Return a run of the quickstart, trained for STEPS steps and evaluated before and after them."""
-    ours = [f"trainer.run_name={name}", f"trainer.max_steps={STEPS}", f"trainer.eval_interval={STEPS}"]
+def quickstart(place: Path, name: str, *settings: str, steps: int = STEPS) -> Run:
+    """Return a run of the quickstart, evaluated before its steps and after them."""
+    ours = [f"trainer.run_name={name}", f"trainer.max_steps={steps}", f"trainer.eval_interval={steps}"]
     done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
     run = Run(place / "runs" / "quickstart" / name)
     assert done.returncode == 0, done.stderr + logs_of(run)

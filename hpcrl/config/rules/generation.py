@@ -60,6 +60,11 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
             "data.weights",
             f"expected one per dataset of data.train_data ({len(data.train_data)}), found {len(data.weights)}",
         )
+    if data.curriculum.hard_to >= data.curriculum.easy_from:
+        yield Problem(
+            "data.curriculum.hard_to",
+            f"expected less than data.curriculum.easy_from ({data.curriculum.easy_from:g}), found {data.curriculum.hard_to:g}",
+        )
     columns = {"prompt": data.prompt_column, "chosen": data.chosen_column, "rejected": data.rejected_column}
     if config.trainer.pairwise and len(set(columns.values())) < len(columns):
         yield Problem("data.rejected_column", f"expected three columns of a pair, found {columns}; name each once")

@@ -5,16 +5,56 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL_OR_SFT, SFT
+from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL, RL_OR_SFT, SFT
 from hpcrl.config.effects import OTHER_PROMPTS, OTHER_TOKENS, READING_SPEED, SCORES
 from hpcrl.config.fields import Location
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, any_of, required, setting, when
+from hpcrl.config.setting import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_ABOVE_0,
+    Check,
+    Range,
+    any_of,
+    required,
+    section,
+    setting,
+    when,
+)
 
 _EVALUATED = any_of(when("data.val_data"), when("data.val_prompts"), needs="data.val_data or data.val_prompts")
 DATASET_FILES = (".parquet", ".json", ".jsonl", ".arrow")
 """Endings of names of files that are read as datasets."""
 
+_SELDOM = Range(0.01, 1)
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
+
+
+_CURRICULUM = when(".is_on", needs="{section}.easy or {section}.hard below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    easy: float = setting(1.0, range=_SELDOM, on_change=OTHER_PROMPTS)
+    """Share of the passes through the dataset that train a prompt which the policy solves nearly always; 1: all. With 0.25 each fourth pass has it, and it comes back as often as others once it is solved less."""
+
+    hard: float = setting(1.0, range=_SELDOM, on_change=OTHER_PROMPTS)
+    """Share of the passes that train a prompt which the policy solves hardly ever; 1: all."""
+
+    easy_from: float = setting(0.9, range=SHARE, used_by=_CURRICULUM, on_change=OTHER_PROMPTS)
+    """Pass rate from which on a prompt is easy: the share of its samples that are solved, by generator.success_reward."""
+
+    hard_to: float = setting(0.05, range=SHARE, used_by=_CURRICULUM, on_change=OTHER_PROMPTS)
+    """Pass rate up to which a prompt is hard; below easy_from."""
+
+    newest: float = setting(0.5, range=SHARE_ABOVE_0, used_by=_CURRICULUM, on_change=OTHER_PROMPTS)
+    """Weight of a prompt's newest group in its pass rate, a moving average; 1: no other group counts."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some prompts come more seldom than others."""
+        return self.easy < 1 or self.hard < 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +162,8 @@ class DataConfig:
         on_change=OTHER_PROMPTS,
     )
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
+
+    curriculum: CurriculumConfig = section(CurriculumConfig, used_by=RL)
 
     cache: bool = setting(False, used_by=OFFLINE, on_change=READING_SPEED)
     """Keep the tokens of supervised fine-tuning in slurm.root too (.tokens), for other runs that make the same of the same contents."""

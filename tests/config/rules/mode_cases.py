@@ -55,6 +55,12 @@ OF_MODES = [
         {"trainer.mode": "sft", "trainer.max_length": 64},
     ),
     Case(
+        "no prompt is easy and hard",
+        {"data.curriculum.easy": 0.25, "data.curriculum.easy_from": 0.5, "data.curriculum.hard_to": 0.5},
+        "data.curriculum.hard_to", "expected less than data.curriculum.easy_from (0.5), found 0.5",
+        {"data.curriculum.easy": 0.25, "data.curriculum.easy_from": 0.5, "data.curriculum.hard_to": 0.4},
+    ),
+    Case(
         "each dataset has a weight, or none",
         {**SFT, "data.weights": [1.0, 2.0]},
         "data.weights", "expected one per dataset of data.train_data (1), found 2",
