@@ -70,7 +70,7 @@ class Service:
         run: Run,
         attempt: int,
         schedule: Schedule,
-        train: list[Prompt],
+        train: Sequence[Prompt],
         validation: list[Prompt],
         rows: DatasetRows | None = None,
         scores: ScoreQueue | None = None,
@@ -166,16 +166,14 @@ class Service:
                 f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
                 "or trainer.epochs, or start from an earlier checkpoint"
             )
-        bound, pruned = self._schedule.staleness, min(step, samples_removed(self._run))
+        s, bound, pruned = self._schedule, self._schedule.staleness, min(step, samples_removed(self._run))
 
         def keep(following: int, meta: GroupMeta) -> bool:
             return 0 <= staleness(following, meta) <= bound and self._usable(meta)
 
         models = self.scores.models
-        curriculum = curriculum_of(self._schedule, self._stream, self._row, len(self._train))
-        history = read_history(
-            self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models, curriculum
-        )
+        curriculum = curriculum_of(s, self._stream, self._row, len(self._train))
+        history = read_history(self._run, step, s.batch_size, self._trainable, keep, pruned, models, curriculum)
         history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
         from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
@@ -340,11 +338,14 @@ class Service:
         return started and self.keeps(name, version) and self.lending.begins(name)
 
     def _work(self, assignment: Assignment) -> list[Work]:
-        version = assignment.version
+        version, files = assignment.version, self._begun.files
         evaluation = self._eval_work(version, assignment.rows)
-        files = self._begun.files
         evaluation = [replace(one, turns=files(one.group_id, version), version=version) for one in evaluation]
-        return evaluation + [self._train_work(index) for index in assignment.indices]
+        try:
+            return evaluation + [self._train_work(index) for index in assignment.indices]
+        except DataError as error:  # a function of the user's makes the prompts
+            self.failure = self.failure or error
+            return evaluation
 
     def _eval_work(self, version: int, rows: Sequence[int] | None = None) -> list[Work]:
         s = self._schedule
