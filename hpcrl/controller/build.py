@@ -141,7 +141,8 @@ def load_prompts(config: Config, status: StatusWriter) -> tuple[Sequence[Prompt]
 
     def fitting(prompts: list[Prompt], what: str) -> list[Prompt]:
         kept = drop_long(prompts, count, most)
-        print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
+        if prompts:
+            print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
         return kept
 
     train, of = fitting(train, "training"), {one.uid: at for at, rows in enumerate(datasets) for one in rows}

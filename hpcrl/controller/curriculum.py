@@ -40,7 +40,7 @@ class PassRates:
 
     def __init__(self, config: CurriculumConfig, n_rows: int) -> None:
         self._config, self._rates = config, array("d", [_UNSEEN]) * n_rows
-        self._counts = dict.fromkeys(POOLS, 0) | {"unseen": n_rows}
+        self._counts: dict[Pool, int] = {**dict.fromkeys(POOLS, 0), "unseen": n_rows}
 
     def __len__(self) -> int:
         return len(self._rates)

@@ -30,7 +30,7 @@ class EndlessPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return ENDLESS
 
-    def __getitem__(self, index: Any) -> Prompt:
+    def __getitem__(self, index: Any) -> Any:
         """Return the prompt of group `index`. Raises DataError where the function makes none, or only ones that are too long."""
         return self._made(index)
 

@@ -87,7 +87,7 @@ def test_no_row_starves_and_shares_are_kept(
     stream = PromptStream(n_rows, n_rows, 1, order)
     one = Curriculum(config, seed, stream.row, stream.epoch, n_rows, n_rows, 1.0)
     one.begin(0)
-    trained, step = defaultdict[int, list[int]](list), 0
+    trained, step, passes = defaultdict[int, list[int]](list), 0, 0.0
     while len(trained) < n_rows or step < 120:
         names = [group_id(index) for index in range(step * n_rows, (step + 1) * n_rows)]
         rows = [one.row(index) for index in range(step * n_rows, (step + 1) * n_rows)]
@@ -99,7 +99,7 @@ def test_no_row_starves_and_shares_are_kept(
         for row in rows:
             trained[row].append(step)
         one.fold(batch)
-    passes = batch.drawn.metrics["curriculum/passes"]
+        passes = batch.drawn.metrics["curriculum/passes"]
     for row, rate in enumerate(solved):
         share = config.easy if rate == 1 else config.hard if rate == 0 else 1.0
         # the first one or two passes find it unseen; what is drawn and not trained yet is not counted

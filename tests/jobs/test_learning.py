@@ -11,7 +11,6 @@ import runpy
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -101,21 +100,22 @@ def test_family_learns_to_sort(place: Path, family: str, engine: str) -> None:
 
 @pytest.mark.slow
 def test_a_curriculum_learns_more_where_most_prompts_teach_nothing(place: Path) -> None:
-    """Five of six prompts have an answer that is never right. In as many steps, those that can be learned come more often."""
-    words = [sample["prompt"][-1]["content"] for sample in islice(READERS[".parquet"](TRAIN), 384)]
-    rows = place / "mixed.jsonl"
-    truths = ["".join(sorted(word.split()[-1])) if at % 6 == 0 else "never" for at, word in enumerate(words)]
-    rows.write_text("".join(json.dumps(row_of(*row)) + "\n" for row in zip(words, truths, strict=True)))
-    found, shared = (
-        {},
-        ["trainer.train_batch_size=32", "trainer.epochs=9", f"data.train_data={json.dumps([str(rows)])}"],
-    )
+    """Seven of eight prompts have an answer that is never right. In as many steps, the others come more often."""
+    words = [row["prompt"][-1]["content"] for row in islice(READERS[".parquet"](TRAIN), 256)]
+    truths = ["".join(sorted(word.split()[-1])) if at % 8 == 0 else "never" for at, word in enumerate(words)]
+    lines = [
+        json.dumps({"prompt": word, "env_class": "sort_letters", "reward_spec": {"ground_truth": truth}})
+        for word, truth in zip(words, truths, strict=True)
+    ]
+    (place / "mixed.jsonl").write_text("\n".join(lines))
+    shared, steps, found = ["trainer.epochs=9", f"data.train_data=['{place / 'mixed.jsonl'}']"], 16, {}
     for name, share in (("plain", 1.0), ("curriculum", 0.05)):
-        run = quickstart(place, name, *shared, f"data.curriculum.hard={share}", steps=40)
-        found[name] = eval_score(run, 40)
+        run = quickstart(place, name, *shared, f"data.curriculum.hard={share}", steps=steps)
+        found[name] = eval_score(run, steps)
         print(f"{name}: {eval_score(run, 0):.3f} -> {found[name]:.3f}")
-    hard = curve(run, "curriculum/groups_hard")
-    assert hard[40] < 0.6 < curve(run, "curriculum/rows_hard")[40]
+    hard, rows = (curve(run, f"curriculum/{what}_hard")[steps] for what in ("groups", "rows"))
+    print(f"hard: {rows:.3f} of the rows, {hard:.3f} of the groups")
+    assert hard < 0.6 < rows
     assert found["curriculum"] > found["plain"] + 0.05
 
 
@@ -297,11 +297,6 @@ def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> 
     done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return Run.open(place / "runs" / Path(config).stem.removesuffix("_tiny") / name)
-
-
-def row_of(question: str, truth: str) -> dict[str, Any]:
-    """Return a row of a dataset that asks for sorted letters."""
-    return {"prompt": question, "env_class": "sort_letters", "reward_spec": {"ground_truth": truth}}
 
 
 def right_answers(run: Run, version: int) -> float:
