@@ -2,11 +2,12 @@
 
 Rows are in pools, by a moving average of their pass rates: easy, trainable, hard, or unseen. The prompt stream passes through the dataset
 again and again; the curriculum leaves out some visits of easy and of hard rows. A row that stays in a pool with the share c is
-trained in at least one of ceil(1 / c) passes, so that none starves, and what it is like by then decides its pool.
+trained in at least one of ceil(1 / c) passes, so that none starves. Its pass rate by then decides its pool.
 
-Group i trains row `Curriculum.row(i)`, whoever generates it, and whenever. After a batch is composed, rows are drawn with the pools of that
-time, for indices from a bound on that no group begun before can have reached. With B groups per step, staleness S, E surplus groups, U
-groups in batches so far and D dropped since, a group that begins has an index below U + D + (S + 1) * B + E: see `Admission`. Without
+Group i trains row `Curriculum.row(i)`, on every worker and in every attempt. After a batch is composed, rows are drawn with the pools of that
+time, for indices from a bound on that no group begun before can have reached. B are the groups per step, S the staleness, E the surplus
+groups, U the groups in batches so far, and D those dropped since. By the proof of `Admission`, a group that begins has an index below
+U + D + (S + 1) * B + E. Without
 dropped groups, step k + 1 so trains rows that are drawn with the pools after step k - S. Each batch file has the rows that were drawn before it,
 and the pass rates that it adds.
 """

@@ -131,7 +131,7 @@ class Learned(Play):
 
     def _begin(self, replica: Any, assignment: Any) -> None:
         for index in assignment.indices:
-            assert self.rows.setdefault(index, self.one.row(index)) == self.one.row(index), "whoever generates it"
+            assert self.rows.setdefault(index, self.one.row(index)) == self.one.row(index), "on every worker"
         super()._begin(replica, assignment)
 
     def _next_batch(self) -> Batch | None:

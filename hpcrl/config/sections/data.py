@@ -63,7 +63,7 @@ class DataConfig:
     """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow), folders (also of Hugging Face's datasets), and names of its hub. A split, or a part of one such as `train[:100]`, follows behind a colon; without one the split is train."""
 
     train_function: str | None = setting(None, used_by=RL, on_change=OTHER_PROMPTS)
-    """Function of your own that makes training prompts without end, in the place of train_data = []: "package.module:function". It is called with a seed (shuffle_seed, else trainer.seed) and the number of a row, and returns the columns of that row as a dict; the same for the same arguments, whoever calls it. Of a row that is too long, that with a number higher by 10^12 takes the place. Needs trainer.max_steps."""
+    """Function of your own that makes training prompts without end, in the place of train_data = []: "package.module:function". It is called with a seed (shuffle_seed, else trainer.seed) and the number of a row, and returns the columns of that row as a dict. They depend on its arguments alone. Of a row that is too long, that with a number higher by 10^12 takes the place. Needs trainer.max_steps."""
 
     train_function_args: dict[str, Any] = setting({}, used_by=when(".train_function"), on_change=OTHER_PROMPTS)
     """Further arguments of train_function, by their names."""
