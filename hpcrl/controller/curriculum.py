@@ -7,9 +7,8 @@ trained in at least one of ceil(1 / c) passes, so that none starves. Its pass ra
 Group i trains row `Curriculum.row(i)`, on every worker and in every attempt. After a batch is composed, rows are drawn with the pools of that
 time, for indices from a bound on that no group begun before can have reached. B are the groups per step, S the staleness, E the surplus
 groups, U the groups in batches so far, and D those dropped since. By the proof of `Admission`, a group that begins has an index below
-U + D + (S + 1) * B + E. Without
-dropped groups, step k + 1 so trains rows that are drawn with the pools after step k - S. Each batch file has the rows that were drawn before it,
-and the pass rates that it adds.
+U + D + (S + 1) * B + E. Without dropped groups, step k + 1 so trains rows that are drawn with the pools after step k - S. Each batch file has
+the rows that were drawn before it, and the pass rates that it adds.
 """
 
 from __future__ import annotations

