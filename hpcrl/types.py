@@ -327,6 +327,25 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What a batch adds to the curriculum, see hpcrl/controller/curriculum.py.
+
+    Attributes:
+        first: index of the first group whose row was drawn since the batch before.
+        rows: of that group and the following ones, counted through all datasets.
+        visit: visit of the dataset that the next drawn row begins to look at.
+        passed: a row and its pass rate for each finished group of the step, dropped ones too.
+        metrics: of the step.
+    """
+
+    first: int
+    rows: list[int]
+    visit: int
+    passed: list[tuple[int, float]]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Batch:
     """The groups of one training step, in order: the unit of commit between controller and trainer.
 
@@ -336,6 +355,7 @@ class Batch:
         dropped: ids of groups of this step that dynamic sampling keeps from training, with the mean over a group's samples of their
             judged value, None where all of them failed. No step generates or trains them again.
         given_up: ids of surplus groups that this step did not wait for, and that are too old for the next one. The same holds for them.
+        drawn: rows of later groups and pass rates; None: there is no curriculum.
     """
 
     step: int
@@ -343,6 +363,7 @@ class Batch:
     cursor: int
     dropped: dict[str, float | None] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
+    drawn: Drawn | None = None
 
     @property
     def generated(self) -> set[str]:
@@ -350,11 +371,13 @@ class Batch:
         return {group.group_id for group in self.groups} | self.dropped.keys() | set(self.given_up)
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"groups": [group.to_json() for group in self.groups]}
+        groups, drawn = [group.to_json() for group in self.groups], self.drawn
+        return vars(self) | {"groups": groups, "drawn": None if drawn is None else vars(drawn)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Batch:
-        return cls(**{**value, "groups": [GroupMeta.from_json(group) for group in value["groups"]]})
+        groups, drawn = [GroupMeta.from_json(group) for group in value["groups"]], value.get("drawn")
+        return cls(**{**value, "groups": groups, "drawn": None if drawn is None else Drawn(**drawn)})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _SHARES = (0.5, 0.9, 0.99)
 _ERRORS_SHOWN = 3
+_MADE = 256  # prompts of a function, which has no end
 _OF_PAIR = (", chosen", ", rejected")
 
 
@@ -54,7 +55,7 @@ def _prompts(config: Config) -> bool:
     for source, kinds in named:
         path = source.location
         try:
-            prompts = load_dataset([source], kinds, *sections, own=True)
+            prompts = load_dataset([source], kinds, *sections, first=None if source.ends else _MADE, own=True)
             unread = unread_columns(prompts, kinds, *sections)
         except DataError as error:
             print(one_line(f"{path} cannot be used: {error}"))

@@ -19,6 +19,9 @@ class BatchComposer:
         batch_size: groups per step.
         ready: returns group `index` as it is finished at a version, where nothing has to be generated; None: workers complete groups.
         judged: whether rewards of finished groups are complete only when a reward model has scored them: they are not looked at before.
+
+    Attributes:
+        finished: groups that were generated for the batch returned last, dropped ones too.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class BatchComposer:
         self._admission, self._sampling, self._batch_size, self._ready = admission, sampling, batch_size, ready
         self._judged = judged
         self._chosen = list[int]()
+        self.finished = list[GroupMeta]()
 
     def complete(self, index: int, meta: GroupMeta) -> str | None:
         """Take a finished group, and drop it if it is not worth training; return None, or why it is not wanted."""
@@ -84,7 +88,7 @@ class BatchComposer:
             replaced = [meta for _, meta in ready if meta.group_id not in trained]
             dropped = {meta.group_id: sampling.worth(meta) for meta in [*admission.dropped, *replaced]}
             given_up = [group_id(index) for index in admission.overdue(indices)]
-            self._chosen = indices
+            self._chosen, self.finished = indices, [*admission.dropped, *(meta for _, meta in ready)]
             return Batch(step, chosen, admission.cursor, dropped, given_up)
         kept = admission.finished
         if sampling.exhausted(self._batch_size, kept, admission.dropped_count):

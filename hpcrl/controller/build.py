@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -17,9 +18,10 @@ from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
-from hpcrl.data.datasets import counted_prompts, load_by_dataset, load_dataset
+from hpcrl.data.datasets import counted_prompts, load_by_dataset, load_dataset, row_reader
+from hpcrl.data.endless import EndlessPrompts
 from hpcrl.data.prompts import drop_long, set_aside
-from hpcrl.data.sources import training_sources, validation_sources
+from hpcrl.data.sources import MadeSource, training_sources, validation_sources
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.envs.rewards.judged import JudgedRewards
@@ -70,6 +72,7 @@ def build_schedule(config: Config, steps: int) -> Schedule:
             later=[REWARD_MODEL] if config.scoring_reward_model else [],
             rewards=algorithm.gdpo.rewards,
         ),
+        curriculum=config.data.curriculum,
         baselines=algorithm.needs_baselines,
         colocated=trainer.placement.colocate_all,
         lent=tuple(map(worker_name, config.lent_replicas)),
@@ -112,7 +115,7 @@ def _needed_scorers(config: Config) -> Iterator[MinReplicas]:
         )
 
 
-def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt], list[int]]:
+def load_prompts(config: Config, status: StatusWriter) -> tuple[Sequence[Prompt], list[Prompt], list[int]]:
     """Return the prompts that a run trains, those that it evaluates, and how many it trains of each dataset.
 
     Args:
@@ -121,13 +124,14 @@ def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], li
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
     sections, offline = (data, config.environment, generator.max_turns), config.trainer.offline
     kinds = ("train",) if data.test_size is None else ("train", "eval")
-    datasets = [] if offline else load_by_dataset(training_sources(data), kinds, *sections)
+    reads = not offline and data.train_function is None
+    datasets = [] if not reads else load_by_dataset(training_sources(data), kinds, *sections)
     train = [*chain.from_iterable(datasets)]
     prompts = validation_sources(data, data.val_prompts if offline else data.val_data)
     validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
     if offline and not validation:
         return [], [], []
-    if data.test_size is not None and not offline:
+    if data.test_size is not None and reads:
         train, validation = set_aside(train, data.test_size)
     count_tokens, most = counted_prompts(config)
 
@@ -137,13 +141,27 @@ def load_prompts(config: Config, status: StatusWriter) -> tuple[list[Prompt], li
 
     def fitting(prompts: list[Prompt], what: str) -> list[Prompt]:
         kept = drop_long(prompts, count, most)
-        print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
+        if prompts:
+            print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
         return kept
 
     train, of = fitting(train, "training"), {one.uid: at for at, rows in enumerate(datasets) for one in rows}
     trained = Counter(of[prompt.uid] for prompt in train)
     validation = fitting(validation, "evaluation") if evaluates else []
+    if data.train_function is not None:
+        return _endless(config, lambda prompt: count_tokens(prompt) <= most), validation, []
     return train, validation, [trained[at] for at in range(len(datasets))]
+
+
+def _endless(config: Config, fits: Callable[[Prompt], bool]) -> EndlessPrompts:
+    """Return the prompts of data.train_function, of which the first one is made now, so that a mistake ends the run at once."""
+    (source,) = training_sources(config.data)
+    assert isinstance(source, MadeSource)
+    made = replace(source, seed=config.prompt_seed)
+    read = row_reader(made, ("train",), config.data, config.environment, config.generator.max_turns)
+    prompts = EndlessPrompts(lambda number: read(made.row(number), number), fits)
+    print(f"{made.location} makes training prompts, the first of {prompts[0].data_source}", flush=True)
+    return prompts
 
 
 def _load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> DatasetRows:

@@ -30,6 +30,7 @@ def step_metrics(batch: Batch, schedule: Schedule, replicas: dict[str, float] | 
     """
     found = row_metrics(batch) if replicas is None else batch_metrics(batch, schedule.success_reward) | replicas
     dropped = dropped_metrics(batch) if schedule.sampling.config.type else {}
+    found |= {} if batch.drawn is None else batch.drawn.metrics
     return found | dropped | (surplus_metrics(batch) if schedule.surplus else {})
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpcrl.config.scorers import REWARD, role_of
+from hpcrl.controller.curriculum import Curriculum
 from hpcrl.controller.evaluation import eval_prefix
 from hpcrl.controller.prompt_stream import group_index
 from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
@@ -54,6 +55,7 @@ class History:
         evaluated: rows that are finished of the evaluations that are not, by version and by their names.
         scores: digests of scores of finished groups: model -> id of the group -> digest.
         rewards: a reward model's scores of each sample, by the ids of the groups.
+        curriculum: as those batches leave it; None: there is none.
     """
 
     composed: int
@@ -66,6 +68,7 @@ class History:
     evaluated: dict[int, dict[str, GroupMeta]] = field(default_factory=dict)
     scores: dict[str, dict[str, str]] = field(default_factory=dict)
     rewards: dict[str, list[float | None]] = field(default_factory=dict)
+    curriculum: Curriculum | None = None
 
     def is_used(self, index: int) -> bool:
         return index < self.below or index in self.used
@@ -87,6 +90,7 @@ def read_history(
     keep: Callable[[int, GroupMeta], bool],
     pruned: int = 0,
     models: Collection[str] = (),
+    curriculum: Curriculum | None = None,
 ) -> History:
     """Read the state on disk for a training that continues after `step`.
 
@@ -100,11 +104,12 @@ def read_history(
         keep: tells, given the next step to compose and a finished group, whether the group may still train.
         pruned: samples of the steps up to this one are removed; nothing will train them again.
         models: names of the scorers' models.
+        curriculum: takes in the batches.
 
     Raises:
-        DataError: the batch of a step that was trained is damaged or missing.
+        DataError: the batch of a step that was trained is damaged or missing, or has no rows for the curriculum.
     """
-    history, needed, files, inherited = History(step), set[str](), set[str](), True
+    history, needed, files, inherited = History(step, curriculum=curriculum), set[str](), set[str](), True
     for file in read_batches(run, step):
         number = file.batch.step
         if inherited:
@@ -117,11 +122,15 @@ def read_history(
             history.batches[number] = file.batch
         history.checksum = file.checksum
         history.use(file.batch.generated)
+        if curriculum is not None:
+            curriculum.fold(file.batch)
         if number > pruned:
             needed.update(file.batch.generated)
             files.update(group.path for group in file.batch.groups)
     if inherited:
         history.below = step * batch_size
+    if curriculum is not None:
+        curriculum.begin(history.below)
     for number in batch_steps(run):
         if number > history.composed:
             run.batch(number).unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hpcrl.config.sections.data import CurriculumConfig
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 
@@ -23,6 +24,7 @@ class Schedule:
         eval_interval: steps between evaluations; 0 or less for none.
         eval_settings: as `evaluation_work`.
         sampling: what becomes of groups whose samples are all equally good.
+        curriculum: which prompts come more seldom.
         baselines: whether groups have the reward of a greedy response.
         colocated: whether trainer and engines take turns.
         lent: names of the workers whose engines have the trainer's GPUs while it waits, as far as that pays.
@@ -48,6 +50,7 @@ class Schedule:
     surplus: int = 0
     drop_last: bool = True
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     baselines: bool = False
     colocated: bool = False
     lent: tuple[str, ...] = ()

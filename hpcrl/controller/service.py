@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
+from hpcrl.controller.curriculum import Curriculum, curriculum_of
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.evaluation import (
@@ -69,7 +70,7 @@ class Service:
         run: Run,
         attempt: int,
         schedule: Schedule,
-        train: list[Prompt],
+        train: Sequence[Prompt],
         validation: list[Prompt],
         rows: DatasetRows | None = None,
         scores: ScoreQueue | None = None,
@@ -87,6 +88,7 @@ class Service:
         sampling, judged = schedule.sampling, self.scores.reward
         self._composer = BatchComposer(self._admission, sampling, schedule.batch_size, ready, judged=judged)
         self._metrics: MetricsWriter | None = None
+        self._curriculum: Curriculum | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
         self._version: int | None = None
@@ -164,13 +166,14 @@ class Service:
                 f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
                 "or trainer.epochs, or start from an earlier checkpoint"
             )
-        bound, pruned = self._schedule.staleness, min(step, samples_removed(self._run))
+        s, bound, pruned = self._schedule, self._schedule.staleness, min(step, samples_removed(self._run))
 
         def keep(following: int, meta: GroupMeta) -> bool:
             return 0 <= staleness(following, meta) <= bound and self._usable(meta)
 
         models = self.scores.models
-        history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
+        curriculum = curriculum_of(s, self._stream, self._row, len(self._train))
+        history = read_history(self._run, step, s.batch_size, self._trainable, keep, pruned, models, curriculum)
         history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
         from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
@@ -204,6 +207,7 @@ class Service:
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum, self._files = history.batches, history.checksum, history.files
+        self._curriculum = history.curriculum
         self._pruned, self._started = min(step, samples_removed(self._run)), step
         try:
             self._composer.drop_unwanted(history.finished.items())
@@ -334,19 +338,26 @@ class Service:
         return started and self.keeps(name, version) and self.lending.begins(name)
 
     def _work(self, assignment: Assignment) -> list[Work]:
-        version = assignment.version
+        version, files = assignment.version, self._begun.files
         evaluation = self._eval_work(version, assignment.rows)
-        files = self._begun.files
         evaluation = [replace(one, turns=files(one.group_id, version), version=version) for one in evaluation]
-        return evaluation + [self._train_work(index) for index in assignment.indices]
+        try:
+            return evaluation + [self._train_work(index) for index in assignment.indices]
+        except DataError as error:  # a function of the user's makes the prompts
+            self.failure = self.failure or error
+            return evaluation
 
     def _eval_work(self, version: int, rows: Sequence[int] | None = None) -> list[Work]:
         s = self._schedule
         return evaluation_work(self._validation, version, s.eval_n_samples, s.seed, rows, s.eval_settings)
 
+    def _row(self, position: int) -> int:
+        """Return the row of the dataset at a position of the prompt stream."""
+        row = self._stream.row(position)
+        return self._mixture.row(self._stream.epoch(position), row) if self._mixture else row
+
     def _prompt(self, index: int) -> Prompt:
-        row = self._stream.row(index)
-        return self._train[self._mixture.row(self._stream.epoch(index), row) if self._mixture else row]
+        return self._train[self._curriculum.row(index) if self._curriculum else self._row(index)]
 
     def _train_work(self, index: int) -> Work:
         prompt, seed = self._prompt(index), self._stream.sampling_seed(index)
@@ -568,7 +579,11 @@ class Service:
             except (CommitError, DataError, RunError) as error:  # CommitError: these are the batches of another by now
                 self.failure = error
                 return
+            if self._curriculum is not None:
+                batch = self._curriculum.compose(batch, self._composer.finished, self._admission.cursor)
             self._checksum = write_batch(self._run, batch, self._checksum)
+            if self._curriculum is not None:
+                self._curriculum.fold(batch)
             self._composer.take()
             self.scores.forget(batch.generated)
             self._batches[batch.step] = batch

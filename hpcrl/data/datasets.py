@@ -48,7 +48,11 @@ def prompt_datasets(config: Config) -> list[tuple[str, list[Source], tuple[Kind,
     data, offline, evaluates = config.data, config.trainer.offline, config.trainer.eval_interval > 0
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     return [
-        ("data.train_data", [] if offline else training_sources(data), training),
+        (
+            "data.train_data" if data.train_function is None else "data.train_function",
+            [] if offline else training_sources(data),
+            training,
+        ),
         ("data.val_data", validation_sources(data, [] if offline or not evaluates else data.val_data), ("eval",)),
         ("data.val_prompts", validation_sources(data, data.val_prompts if config.has_engines else []), ("eval",)),
     ]

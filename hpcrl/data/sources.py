@@ -10,17 +10,20 @@ without network. With HF_HUB_OFFLINE=1 nothing is downloaded.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcrl.config import DataConfig
+from hpcrl.config.import_path import find
 from hpcrl.data.chat.messages import without_nulls
 from hpcrl.data.entries import read_entries
 from hpcrl.data.hub.splits import (
@@ -32,7 +35,8 @@ from hpcrl.data.hub.splits import (
     names_below,
     of_one_kind,
 )
-from hpcrl.errors import DataError
+from hpcrl.envs.base import user_code
+from hpcrl.errors import ConfigError, DataError, UserCodeError
 from hpcrl.rundir.commit import leads_outside, parse_json
 from hpcrl.text import utf8
 
@@ -71,6 +75,8 @@ class Source:
     folder: str | None = None
     split: str | None = None
     size: float | None = None
+
+    ends: ClassVar[bool] = True
 
     def facts(self) -> dict[str, Any]:
         """Return its attributes; the size only where it is set, as runs of hpcrl 0.1 have none on disk."""
@@ -254,6 +260,51 @@ class Source:
         return wanted
 
 
+@dataclass(frozen=True)
+class MadeSource(Source):
+    """Rows that a function makes, without end; its import path is the location.
+
+    Attributes:
+        seed: its first argument.
+        arguments: further ones by name, as JSON.
+    """
+
+    seed: int = 0
+    arguments: str = "{}"
+
+    ends: ClassVar[bool] = False
+
+    def row(self, number: int) -> Any:
+        """Return a row. Raises DataError where the function cannot be imported, or raises."""
+        try:
+            function = find("data.train_function", self.location, {})
+            with user_code(f"data.train_function={self.location!r}, row {number}"):
+                return function(self.seed, number, **json.loads(self.arguments))
+        except (ConfigError, UserCodeError) as error:
+            raise DataError(str(error)) from error
+
+    def rows(self) -> Iterator[Any]:
+        """Yield rows without end."""
+        return map(self.row, count())
+
+    def files(self) -> list[Path]:
+        """Return the file of the function's module: pictures of rows lie beside it."""
+        module = find("data.train_function", self.location, {}).__module__
+        return [Path(sys.modules[module].__file__ or "")]
+
+    def is_here(self) -> bool:
+        """Return False: it is no file."""
+        return False
+
+    def exists(self) -> bool:
+        """Return True: its first row shows whether it can be called."""
+        return True
+
+    def count(self) -> int | None:
+        """Return None: there is no last row."""
+        return None
+
+
 def _bound(text: str, total: int) -> int:
     """Return a bound of a part of `total` rows as the number of a row; one before the first is the first."""
     number = int(text.removesuffix("%"))
@@ -263,7 +314,10 @@ def _bound(text: str, total: int) -> int:
 
 
 def training_sources(data: DataConfig) -> list[Source]:
-    """Return the datasets that are trained."""
+    """Return the datasets that are trained, or the function that makes their prompts, with the seed that is set in `data`."""
+    if data.train_function is not None:
+        arguments = json.dumps(data.train_function_args)
+        return [MadeSource(data.train_function, seed=data.shuffle_seed or 0, arguments=arguments)]
     return [Source(one, data.subset, data.revision, data.local_dir, "train") for one in data.train_data]
 
 

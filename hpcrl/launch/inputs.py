@@ -99,7 +99,7 @@ def _of_datasets(config: Config) -> Iterator[Input]:
         sources["data.val_data"] = validation_sources(data, data.val_data)
         sources["data.val_prompts"] = validation_sources(data, data.val_prompts)
     for setting, those in sources.items():
-        for source in those:
+        for source in filter(lambda one: one.ends, those):
             # a machine without huggingface_hub does not see what is on the hub
             with suppress(DataError, ModuleNotFoundError):
                 yield from (Input(setting, path.absolute(), False) for path in source.files())

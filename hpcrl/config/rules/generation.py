@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
+from hpcrl.config.import_path import IMPORT_PATH
 from hpcrl.config.sections.data import DATASET_FILES, DataConfig
 from hpcrl.config.sections.generator import MOST_KEPT, SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
@@ -36,9 +37,32 @@ def _selectors(data: DataConfig) -> Iterator[Problem]:
                     yield Problem(f"data.{name}", message)
 
 
+def _endless(config: ConfigTree) -> Iterator[Problem]:
+    """Yield what cannot be with prompts that a function makes: it has neither rows to choose among nor an end."""
+    data, trainer, name = config.data, config.trainer, config.data.train_function or ""
+    if not IMPORT_PATH.fullmatch(name):
+        yield Problem("data.train_function", f'expected "package.module:function", found "{name}"')
+    if trainer.max_steps is None:
+        yield Problem("trainer.max_steps", "required with data.train_function, whose prompts have no end")
+    for setting, is_set in (
+        ("data.train_data", data.train_data),
+        ("data.weights", data.weights),
+        ("data.test_size", data.test_size is not None),
+        ("data.curriculum", data.curriculum.is_on),
+        ("trainer.ckpt_interval_epochs", trainer.ckpt_interval_epochs is not None),
+        ("trainer.distillation.source_models", trainer.distillation.source_models),
+    ):
+        if is_set:
+            yield Problem(
+                setting, "has no effect on the prompts of data.train_function, which are all new; leave one out"
+            )
+
+
 def datasets(config: ConfigTree) -> Iterator[Problem]:
     data = config.data
-    if not data.train_data:
+    if data.train_function is not None:
+        yield from _endless(config)
+    elif not data.train_data:
         yield Problem("data.train_data", "expected at least one dataset, found an empty list")
     if config.trainer.eval_interval > 0 and not (data.val_data or data.val_prompts) and data.test_size is None:
         yield Problem(
@@ -59,6 +83,11 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "data.weights",
             f"expected one per dataset of data.train_data ({len(data.train_data)}), found {len(data.weights)}",
+        )
+    if data.curriculum.hard_to >= data.curriculum.easy_from:
+        yield Problem(
+            "data.curriculum.hard_to",
+            f"expected less than data.curriculum.easy_from ({data.curriculum.easy_from:g}), found {data.curriculum.hard_to:g}",
         )
     columns = {"prompt": data.prompt_column, "chosen": data.chosen_column, "rejected": data.rejected_column}
     pairs = config.trainer.pairwise or (config.trainer.unpaired and data.label_column is None)

@@ -5,23 +5,69 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL_OR_SFT, SFT
+from hpcrl.config.conditions import ENGINES, OFFLINE, PAIRS, RL, RL_OR_SFT, SFT
 from hpcrl.config.effects import OTHER_PROMPTS, OTHER_TOKENS, READING_SPEED, SCORES
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.dpo import UNPAIRED
-from hpcrl.config.setting import COUNT, NOT_NEGATIVE, POSITIVE, Check, any_of, required, setting, when
+from hpcrl.config.setting import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_ABOVE_0,
+    Check,
+    Range,
+    any_of,
+    required,
+    section,
+    setting,
+    when,
+)
 
 _EVALUATED = any_of(when("data.val_data"), when("data.val_prompts"), needs="data.val_data or data.val_prompts")
 DATASET_FILES = (".parquet", ".json", ".jsonl", ".arrow")
 """Endings of names of files that are read as datasets."""
 
+_SELDOM = Range(0.01, 1)
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
+
+
+_CURRICULUM = when(".is_on", needs="{section}.easy or {section}.hard below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    easy: float = setting(1.0, range=_SELDOM, on_change=OTHER_PROMPTS)
+    """Share of the passes through the dataset that train a prompt which the policy solves nearly always; 1: all. With 0.25 each fourth pass has it, and it comes back as often as others once it is solved less."""
+
+    hard: float = setting(1.0, range=_SELDOM, on_change=OTHER_PROMPTS)
+    """Share of the passes that train a prompt which the policy solves hardly ever; 1: all."""
+
+    easy_from: float = setting(0.9, range=SHARE, used_by=_CURRICULUM, on_change=OTHER_PROMPTS)
+    """Pass rate from which on a prompt is easy: the share of its samples that are solved, by generator.success_reward."""
+
+    hard_to: float = setting(0.05, range=SHARE, used_by=_CURRICULUM, on_change=OTHER_PROMPTS)
+    """Pass rate up to which a prompt is hard; below easy_from."""
+
+    newest: float = setting(0.5, range=SHARE_ABOVE_0, used_by=_CURRICULUM, on_change=OTHER_PROMPTS)
+    """Weight of a prompt's newest group in its pass rate, a moving average; 1: no other group counts."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some prompts come more seldom than others."""
+        return self.easy < 1 or self.hard < 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_data: list[Location] = required(on_change=OTHER_PROMPTS, why=_USERS_OWN)
     """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow), folders (also of Hugging Face's datasets), and names of its hub. A split, or a part of one such as `train[:100]`, follows behind a colon; without one the split is train."""
+
+    train_function: str | None = setting(None, used_by=RL, on_change=OTHER_PROMPTS)
+    """Function of your own that makes training prompts without end, in the place of train_data = []: "package.module:function". It is called with a seed (shuffle_seed, else trainer.seed) and the number of a row, and returns the columns of that row as a dict. They depend on its arguments alone. Of a row that is too long, that with a number higher by 10^12 takes the place. Needs trainer.max_steps."""
+
+    train_function_args: dict[str, Any] = setting({}, used_by=when(".train_function"), on_change=OTHER_PROMPTS)
+    """Further arguments of train_function, by their names."""
 
     val_data: list[Location] = setting([], on_change=SCORES, why=_USERS_OWN)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
@@ -131,6 +177,8 @@ class DataConfig:
         on_change=OTHER_PROMPTS,
     )
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
+
+    curriculum: CurriculumConfig = section(CurriculumConfig, used_by=RL)
 
     cache: bool = setting(False, used_by=OFFLINE, on_change=READING_SPEED)
     """Keep the tokens of supervised fine-tuning in slurm.root too (.tokens), for other runs that make the same of the same contents."""

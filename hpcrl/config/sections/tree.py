@@ -49,7 +49,9 @@ class ConfigTree:
             *environment.group_reward_function,
             *environment.skyrl_gym.agent.reward_function,
         ]
-        return bool(self.config_class or self.python_path) or any(":" in name for name in (*environments, *rewards))
+        return bool(self.config_class or self.python_path or self.data.train_function) or any(
+            ":" in name for name in (*environments, *rewards)
+        )
 
     @property
     def has_engines(self) -> bool:
@@ -100,9 +102,12 @@ class ConfigTree:
 
     @property
     def order_seed(self) -> int | None:
-        """Seed of the order of training prompts, where it is not set: trainer.seed; None for the dataset's own order."""
-        if not self.data.shuffle:
-            return None
+        """Seed of the order of training prompts; None for the dataset's own order, which rows of a function have too."""
+        return self.prompt_seed if self.data.shuffle and self.data.train_function is None else None
+
+    @property
+    def prompt_seed(self) -> int:
+        """Seed of an order of training prompts, or of those that a function makes; where it is not set: trainer.seed."""
         return self.trainer.seed if self.data.shuffle_seed is None else self.data.shuffle_seed
 
     @property

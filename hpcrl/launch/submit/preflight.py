@@ -282,7 +282,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             if package := missing_package(error):
                 warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
             else:
-                problems.append(Problem(name, str(error)))
+                problems.append(Problem(name, str(error).removeprefix(f"{name}=")))
     if not problems:
         try:
             warnings += _of_the_end(config)

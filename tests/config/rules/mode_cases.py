@@ -21,6 +21,7 @@ from tests.config.rules.skyrl_cases import (
 ESTIMATED = {f"{ALGORITHM}.approximate_old_logprobs": True}
 OBSERVED = {f"{ALGORITHM}.observation_nll_coef": 0.05}
 TAUGHT = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
+MADE = {"data.train_data": [], "data.train_function": "a:b", "trainer.max_steps": 3}
 GDPO = {f"{ALGORITHM}.advantage_estimator": "gdpo", f"{ALGORITHM}.gdpo.rewards": {"correct": 1.0, "format": 0.3}}
 
 BALANCED, REPLAYED = {"trainer.policy.experts.aux_loss_coef": 0.01}, {"trainer.policy.experts.router_replay": "R3"}
@@ -53,6 +54,27 @@ OF_MODES = [
         {"trainer.mode": "sft"},
         "trainer.max_length", 'required with trainer.mode="sft"',
         {"trainer.mode": "sft", "trainer.max_length": 64},
+    ),
+    Case(
+        "prompts without end end with max_steps",
+        {**MADE, "trainer.max_steps": None},
+        "trainer.max_steps", "required with data.train_function, whose prompts have no end", MADE,
+    ),
+    Case(
+        "prompts that a function makes are all new",
+        {**MADE, "data.curriculum.easy": 0.5},
+        "data.curriculum", "has no effect on the prompts of data.train_function", MADE,
+    ),
+    Case(
+        "a function is named by import path",
+        {**MADE, "data.train_function": "rows"},
+        "data.train_function", 'expected "package.module:function", found "rows"', MADE,
+    ),
+    Case(
+        "no prompt is easy and hard",
+        {"data.curriculum.easy": 0.25, "data.curriculum.easy_from": 0.5, "data.curriculum.hard_to": 0.5},
+        "data.curriculum.hard_to", "expected less than data.curriculum.easy_from (0.5), found 0.5",
+        {"data.curriculum.easy": 0.25, "data.curriculum.easy_from": 0.5, "data.curriculum.hard_to": 0.4},
     ),
     Case(
         "each dataset has a weight, or none",

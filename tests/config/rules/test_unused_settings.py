@@ -77,6 +77,7 @@ def test_conditions_are_on_settings_that_there_are() -> None:
     config = Config.from_dict({"data.train_data": ["t"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0})
     derived = {path: reduce(getattr, path.split("."), config) for path in named - known}
     assert derived == {
+        "data.curriculum.is_on": False,
         "has_engines": True,
         "has_scorers": False,
         "trainer.uses_reference": True,

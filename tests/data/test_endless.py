@@ -1,0 +1,129 @@
+"""Prompts that a function makes, in the place of a dataset: without end, the same after a restart, checked before and while they are trained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.config import Config
+from hpcrl.controller.build import build_service, load_prompts
+from hpcrl.controller.service import Service
+from hpcrl.data.endless import ENDLESS, EndlessPrompts
+from hpcrl.errors import DataError
+from hpcrl.launch.submit.preflight import check_files
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.types import Prompt, Work
+from tests.controller.test_api import finish, make_run
+from tests.paths import QUICKSTART
+
+MODULE = """
+import random
+
+def rows(seed, index, letters=3):
+    word = "".join(random.Random(f"{seed}-{index}").sample("abcdefgh", letters))
+    if index == 5:
+        word *= 40
+    if letters == 4 and index >= 2:
+        raise RuntimeError("no more words")
+    return {
+        "prompt": f"sort: {word}", "env_class": "sort_letters", "data_source": "letters",
+        "reward_spec": {"ground_truth": "".join(sorted(word))},
+    }
+"""
+GIVEN = [
+    "data.train_data=[]", "data.val_data=[]", "trainer.eval_interval=0", "trainer.max_steps=6",
+    "data.train_function=words_made:rows", "trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2",
+]  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("own")
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delitem(sys.modules, "words_made", raising=False)
+    (tmp_path / "words_made.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def config_of(*more: str) -> Config:
+    return Config.from_toml([QUICKSTART], [*GIVEN, *more])
+
+
+def status_of(path: Path, attempt: int = 1) -> StatusWriter:
+    return StatusWriter(Run(path), "controller", attempt)
+
+
+def words(prompts: object, indices: range) -> list[str]:
+    assert isinstance(prompts, EndlessPrompts)
+    return [prompts[index].messages[-1]["content"] for index in indices]
+
+
+def test_a_prompt_follows_from_seed_and_index(own: Path) -> None:
+    train, validation, sizes = load_prompts(config_of(), status_of(own))
+    assert (len(train), validation, sizes) == (ENDLESS, [], [])
+    found = words(train, range(30))
+    assert len(set(found)) > 25
+    assert found == words(load_prompts(config_of(), status_of(own))[0], range(30))
+    assert found != words(load_prompts(config_of("trainer.seed=9"), status_of(own))[0], range(30))
+    assert found != words(load_prompts(config_of("data.shuffle_seed=9"), status_of(own))[0], range(30))
+    assert all(len(word) == len("sort: abc") for word in found), "the long one, row 5, makes way for another"
+    assert len(train[10**9].messages[-1]["content"]) == len("sort: abc")
+    longer = load_prompts(config_of("data.train_function_args={letters = 5}"), status_of(own))[0]
+    assert len(longer[0].messages[-1]["content"]) == len("sort: abcde")
+
+
+def test_a_run_that_is_killed_trains_the_same_prompts(own: Path) -> None:
+    asked = dict[str, Prompt]()
+
+    def train(run: Run, attempt: int, first: int, last: int) -> None:
+        one = build_service(run, attempt, config_of(), status_of(run.path, attempt))
+        assert one.start(first - 1) == 6
+        for step in range(first, last + 1):
+            while one.batch(step) is None:
+                work = one.claim("rollout-0", step - 1, 2)
+                assert all(asked.setdefault(item.group_id, item.prompt) == item.prompt for item in work)
+                assert one.complete([finish(run, item, step - 1) for item in work]) == {}
+            one.published(step)
+
+    run = make_run(own / "project" / "run")
+    train(run, 1, 1, 4)
+    train(run, 2, 3, 6)
+    prompts = load_prompts(config_of(), status_of(own))[0]
+    assert [asked[name] for name in sorted(asked)] == [prompts[index] for index in range(12)]
+
+
+def test_a_function_that_fails_in_the_middle_ends_the_attempt(own: Path) -> None:
+    run = make_run(own / "project" / "run")
+    one: Service = build_service(run, 1, config_of("data.train_function_args={letters = 4}"), status_of(run.path))
+    one.start(0)
+    work: list[Work] = one.claim("rollout-0", 0, 2)
+    one.complete([finish(run, item, 0) for item in work])
+    one.published(1)
+    assert one.claim("rollout-0", 1, 2) == []
+    assert str(one.failure) == "data.train_function='words_made:rows', row 2 raised RuntimeError: no more words"
+
+
+def test_prompts_that_are_all_too_long_are_refused() -> None:
+    made = EndlessPrompts(lambda number: Prompt(str(number), [], "e"), lambda prompt: int(prompt.uid) >= 3 * ENDLESS)
+    assert made[7].uid == str(7 + 3 * ENDLESS)
+    with pytest.raises(
+        DataError, match=r"10 rows in a row are longer than trainer\.max_prompt_length, the first is row 7"
+    ):
+        EndlessPrompts(lambda number: Prompt(str(number), [], "e"), lambda prompt: prompt.uid == "0")[7]
+
+
+def test_the_function_is_tried_before_anything_is_queued(capsys: pytest.CaptureFixture[str]) -> None:
+    check_files(config_of())
+    with pytest.raises(DataError) as caught:
+        check_files(config_of("data.train_function=words_made:others"))
+    assert str(caught.value) == (
+        "data.train_function: 'words_made:others': module 'words_made' has no function 'others'"
+    )
+    assert main(["data", "check", str(QUICKSTART), *GIVEN, "trainer.max_prompt_length=16"]) == 0
+    assert "words_made:rows: 256 prompts, 1 of them left out as too long" in capsys.readouterr().out
