@@ -26,7 +26,7 @@ from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 HERE = Path(__file__).parent
 NUMBER = "number: "
 STUBBORN, KNOWING = 0.35, 0.25
-TRAIN_ROWS, SEEN = 2048, 8192
+TRAIN_ROWS = 2048
 
 quickstart: dict[str, Any] = runpy.run_path(str(HERE.parent / "quickstart" / "make.py"))
 guess_number: dict[str, Any] = runpy.run_path(str(HERE.parent / "guess_number" / "make.py"))
@@ -65,7 +65,7 @@ def conversation(source: random.Random) -> list[dict[str, Any]]:
 def conversations() -> list[list[dict[str, Any]]]:
     """Return what the start model is taught."""
     source = random.Random(4)
-    return [conversation(source) for _ in range(SEEN)]
+    return [conversation(source) for _ in range(guess_number["CONVERSATIONS"])]
 
 
 def answers_of(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, questions: Sequence[str]) -> list[str]:

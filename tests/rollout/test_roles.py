@@ -62,7 +62,7 @@ def test_a_role_sees_only_what_it_is_shown() -> None:
     assert shown[1].endswith("user\nyour hint?<|im_end|>\n<|im_start|>assistant\n")
     assert "your hint?" in shown[2], "what follows goes on from there"
     assert [one["content"] for one in group.conversations[0]] == ["one", "your hint?", "up", "a hint: up", "three"]
-    with pytest.raises(ConfigError, match="set generator.step_wise_trajectories=true"):
+    with pytest.raises(ConfigError, match=r"set generator\.step_wise_trajectories=true"):
         game(turns)
 
 
