@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +23,11 @@ def make() -> dict[str, Any]:
     return runpy.run_path(str(PLACE / "make.py"))
 
 
-def test_the_data_are_every_number_and_made_again_the_same(make: dict[str, Any], tmp_path: Path) -> None:
+def test_the_data_are_every_number_and_made_again_the_same(make: dict[str, Any]) -> None:
     config = Config.from_toml([CONFIGS / "hint_number.toml"])
     check_files(config)
     files = [config.data.train_data, config.data.val_data]
-    train, validation = ([*load_prompts([Source(one) for one in own], None)] for own in files)
+    train, validation = ([*load_prompts([Source(one) for one in own], config.environment.env_class)] for own in files)
     assert [prompt.extras["number"] for prompt in validation] == list(range(1, 8))
     assert {prompt.extras["number"] for prompt in train} == set(range(1, 8))
     rows = make["draw_rows"](2, make["TRAIN_ROWS"])

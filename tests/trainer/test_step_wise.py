@@ -163,11 +163,12 @@ def test_each_role_is_compared_with_itself(tmp_path: Path) -> None:
 def test_what_knows_one_reward_of_a_sample_is_refused_with_roles(tmp_path: Path) -> None:
     (run, batch), _ = both(tmp_path)
     batch = with_turns(batch, roles=True)
-    for settings, said in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"advantage_estimator": "remax"}, "advantage_estimator=remax needs one reward of a sample"),
         ({"positive_nll_coef": 0.1}, "positive_nll_coef needs one reward of a sample"),
         ({"advantage_estimator": "reinforce++"}, "this environment has several roles in a sample"),
-    ):
+    ]
+    for settings, said in cases:
         with pytest.raises(ConfigError, match=said):
             worth(run, batch, **settings)
 
