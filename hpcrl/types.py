@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, pairwise
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from itertools import accumulate, compress, pairwise, starmap
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     Array = TypeVar("Array", default=np.ndarray)
+    T = TypeVar("T")
 else:
     from typing import TypeVar
 
-    Array = TypeVar("Array")
+    Array, T = TypeVar("Array"), TypeVar("T")
 """numpy.ndarray in files and in rollout workers, which need no torch; torch.Tensor where packed rows are split."""
 
 Kind = Literal["train", "eval"]
@@ -103,6 +104,21 @@ class Hint(Generic[Array]):
     replaces: int
 
 
+@dataclass(frozen=True)
+class TurnEnd:
+    """Where a turn ends in its row, and in which role and state the policy took it.
+
+    Attributes:
+        end: tokens of the row up to the turn's last one, that included.
+        role: empty where the environment names none.
+        anchor: digest of what names the state.
+    """
+
+    end: int
+    role: str
+    anchor: str
+
+
 @dataclass
 class Row(Generic[Array]):
     """The tokens of one sequence that is trained: a whole sample, or with generator.step_wise_trajectories one of its turns and all before it.
@@ -121,6 +137,7 @@ class Row(Generic[Array]):
         hint: None where there is none.
         tensors: what the row has beside numbers for its tokens, by names that the family of the policy gives them: images, latents,
             experts, actions, ... each with at least one dimension.
+        turns: that the policy took in the row, in their order; of rollout workers alone, as files have them in `SampleMeta`.
     """
 
     token_ids: Array
@@ -134,6 +151,23 @@ class Row(Generic[Array]):
     top_ids: Array | None = None
     hint: Hint[Array] | None = None
     tensors: dict[str, Array] = field(default_factory=dict)
+    turns: Sequence[TurnEnd] = ()
+
+
+class TurnMeta(NamedTuple):
+    """Facts of one turn of a sample.
+
+    Attributes:
+        end: tokens of its row up to its last one, that included.
+        reward: of the turn.
+        role: in which the policy took it; empty where the environment names none.
+        anchor: number of the state in which the policy took it; in a group, each role and state has one of its own.
+    """
+
+    end: int
+    reward: float
+    role: str
+    anchor: int
 
 
 @dataclass(slots=True)
@@ -150,6 +184,7 @@ class SampleMeta:
         raw_reward: before generator.zero_reward_on_non_stop.
         shared: of each row, with how many tokens it begins as the row before it in the group does; empty: not known.
         model_reward: what a reward model that runs as a scorer adds to the reward of the sample, in `reward` by then; None: see `GroupMeta.judged`.
+        turns: of each row, its turns; empty: not known, or no sample of the group has more than one.
     """
 
     reward: float
@@ -160,6 +195,7 @@ class SampleMeta:
     raw_reward: float
     shared: Sequence[int] = ()
     model_reward: float | None = None
+    turns: Sequence[Sequence[TurnMeta]] = ()
 
 
 @dataclass(frozen=True)
@@ -228,6 +264,12 @@ class GroupMeta:
         return [at for at, sample in enumerate(self.samples) for _ in sample.lengths]
 
     @property
+    def roles(self) -> list[str]:
+        """Names of the roles in which the policy took turns; empty where it had none."""
+        found = {turn.role: None for sample in self.samples for row in sample.turns for turn in row}
+        return list(found) if any(found) else []
+
+    @property
     def scored(self) -> list[bool]:
         """Whether each sample has a reward of its own; a failed one has the mean of the others, or 0."""
         return [
@@ -247,6 +289,12 @@ class GroupMeta:
         own |= {name: [getattr(sample, field) for sample in samples] for name, field in _COLUMNS.items()}
         own["lengths"], own["rows"] = self.lengths, [len(sample.lengths) for sample in samples]
         own["shared"] = [size for sample in samples for size in sample.shared]
+        turns = [row for sample in samples for row in sample.turns]
+        if turns:
+            own["turns"] = [len(row) for row in turns]
+            own |= {
+                f"turn_{name}s": [getattr(turn, name) for row in turns for turn in row] for name in TurnMeta._fields
+            }
         own["model_rewards"] = [sample.model_reward for sample in samples] if self.judged else []
         return own
 
@@ -261,9 +309,11 @@ class GroupMeta:
         rewards, lengths = own.pop("rewards"), own.pop("lengths")
         count = len(rewards)
         rows, shared = own.pop("rows", None) or [1] * count, own.pop("shared", None)
-        model_rewards = own.pop("model_rewards", None)
+        model_rewards, turns = own.pop("model_rewards", None), _turns(own)
         if len(lengths) != sum(rows) or len(shared or lengths) != len(lengths):
             raise ValueError(f"{len(lengths)} lengths and {len(shared or lengths)} shared of {sum(rows)} rows")
+        if turns and len(turns) != len(lengths):
+            raise ValueError(f"turns of {len(turns)} rows where {len(lengths)} are expected")
         columns = (
             rewards,
             _by_sample(lengths, rows),
@@ -273,6 +323,7 @@ class GroupMeta:
             own.pop("raw_rewards", None) or rewards,
             _by_sample(shared, rows) if shared else [()] * count,
             model_rewards or [None] * count,
+            _by_sample(turns, rows) if turns else [()] * count,
         )
         if {*map(len, columns)} != {count}:
             raise ValueError(f"lists of {sorted({*map(len, columns)})} samples where {count} are expected")
@@ -289,7 +340,18 @@ _COLUMNS = {
 """Key in JSON -> field of SampleMeta."""
 
 
-def _by_sample(values: Sequence[int], rows: Sequence[int]) -> list[Sequence[int]]:
+def _turns(columns: dict[str, Any]) -> list[Sequence[TurnMeta]]:
+    """Take the columns of turns out of those of a group, and return the turns of each row; empty where there are none."""
+    counts = columns.pop("turns", None) or []
+    turns = zip(*(columns.pop(f"turn_{name}s", None) or [] for name in TurnMeta._fields), strict=True)
+    flat = list(starmap(TurnMeta, turns))
+    if len(flat) != sum(counts):
+        raise ValueError(f"{len(flat)} turns where rows have {sum(counts)}")
+    ends = [*accumulate(counts, initial=0)]
+    return [tuple(flat[start:end]) for start, end in pairwise(ends)]
+
+
+def _by_sample(values: Sequence[T], rows: Sequence[int]) -> list[Sequence[T]]:
     """Return the values of the rows of each sample; `rows`: how many each has."""
     if len(values) == len(rows):
         return [(value,) for value in values]

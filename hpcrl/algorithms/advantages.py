@@ -7,14 +7,15 @@ An estimator sees samples laid end to end, as `AdvantageInputs`, and returns one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import comb
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hpcrl.config.setting import NotNegative, Several
+from hpcrl.config.setting import NotNegative, Several, Share
 
 _EPSILON = 1e-6
 _LEAST_VARIANCE = 1e-8
@@ -29,7 +30,8 @@ class AdvantageInputs:
     """Results of samples that are laid end to end, B of them with P entries in all.
 
     An entry is a token for estimators that are marked `per_token`; these see the samples of one rank. The others see every sample
-    of the batch, each as one entry that stands for all of its tokens.
+    of the batch. For those that are marked `per_turn` an entry is a turn, for the others the whole sample; it stands for all of its tokens.
+    A sample in which the policy has roles is one for each role here, with the turns of that role, and its group is of the same role.
 
     Attributes:
         rewards_P: [P] float64. A sample's reward is the sum over its entries.
@@ -42,6 +44,10 @@ class AdvantageInputs:
             that are marked `per_token`.
         scored_B: [B] float64, 1 for a sample with a reward of its own, 0 for a failed one. A failed one's reward is the mean of the others
             in its group, and it counts in no statistic. None: all have one.
+        anchors_P: [P] int64, the number of the state in which each turn was taken; other groups have other numbers. None without turns.
+        kinds_B: each sample's data source, and its role behind a slash where it has one; empty where entries are tokens.
+        carried: numbers that the estimator keeps from batch to batch, under names of its own: it changes them in place, alike on every rank,
+            and checkpoints have them.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
     """
 
@@ -53,10 +59,13 @@ class AdvantageInputs:
     baselines_B: torch.Tensor | None = None
     named_B: Mapping[str, torch.Tensor] | None = None
     scored_B: torch.Tensor | None = None
+    anchors_P: torch.Tensor | None = None
+    kinds_B: Sequence[str] = ()
+    carried: dict[str, float] = field(default_factory=dict)
     total: Callable[[torch.Tensor], torch.Tensor] = _all_here
 
     def __post_init__(self) -> None:
-        shapes = [tensor.shape for tensor in (self.rewards_P, self.mask_P, self.values_P) if tensor is not None]
+        shapes = [tensor.shape for tensor in self._of_entries if tensor is not None]
         assert all(shape == (sum(self.lengths),) for shape in shapes), f"{shapes} for {sum(self.lengths)} entries"
         assert self.groups_B.shape == (len(self.lengths),), (
             f"{len(self.groups_B)} groups for {len(self.lengths)} samples"
@@ -70,22 +79,33 @@ class AdvantageInputs:
         for name, rewards_B in (self.named_B or {}).items():
             assert rewards_B.shape == self.groups_B.shape, f"{len(rewards_B)} of {name} for {len(self.lengths)} samples"
 
+    @property
+    def samples(self) -> torch.Tensor:
+        """The sample of each entry, [P] int64."""
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+
+    @property
+    def _of_entries(self) -> tuple[torch.Tensor | None, ...]:
+        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P
+
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sample's entries, [B]."""
-        sample_P = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
-        return values_P.new_zeros(len(self.lengths)).index_add_(0, sample_P, values_P)
+        return values_P.new_zeros(len(self.lengths)).index_add_(0, self.samples, values_P)
 
     def by_group(self, values_B: torch.Tensor) -> torch.Tensor:
         """Return for each sample the sum over its whole group, [B]."""
-        if not len(values_B):
-            return values_B
-        sums = values_B.new_zeros(int(self.groups_B.max()) + 1)
-        return sums.index_add_(0, self.groups_B, values_B)[self.groups_B]
+        return _by(self.groups_B, values_B)
 
     def to_entries(self, values_B: torch.Tensor) -> torch.Tensor:
         """Return [P]: each entry has its sample's value, and 0 where nothing is trained."""
-        values_P = values_B.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
-        return torch.where(self.mask_P > 0, values_P, 0.0)
+        return torch.where(self.mask_P > 0, values_B[self.samples], 0.0)
+
+
+def _by(keys_N: torch.Tensor, values_N: torch.Tensor) -> torch.Tensor:
+    """Return for each value the sum over all that have its key, [N]."""
+    if not len(values_N):
+        return values_N
+    return values_N.new_zeros(int(keys_N.max()) + 1).index_add_(0, keys_N, values_N)[keys_N]
 
 
 Estimator = Callable[..., torch.Tensor]
@@ -104,15 +124,26 @@ def is_per_token(estimator: Estimator) -> bool:
     return getattr(estimator, "per_token", False)
 
 
+def per_turn(estimator: Function) -> Function:
+    """Mark an estimator that needs the reward of every turn."""
+    vars(estimator)["per_turn"] = True
+    return estimator
+
+
+def is_per_turn(estimator: Estimator) -> bool:
+    return getattr(estimator, "per_turn", False)
+
+
 @dataclass(frozen=True)
 class _Groups:
-    """Each sample's reward, and the statistics of its group over the samples that have one, [B] each.
+    """Each sample's reward, and the statistics of its group over the samples that have one, [B] each; or the same of turns.
 
     Attributes:
         alone_B: whether the group is of one sample, so that there is no other to compare with: its mean is 0.
         counts_B: how many samples of the group have a reward.
         means_B: their mean.
         centered_B: the reward less that mean, 0 for a sample without a reward.
+        deviations_B: their unbiased standard deviation + 1e-6, that of a group of one 1 + 1e-6.
     """
 
     rewards_B: torch.Tensor
@@ -120,25 +151,33 @@ class _Groups:
     counts_B: torch.Tensor
     means_B: torch.Tensor
     centered_B: torch.Tensor
+    deviations_B: torch.Tensor
+
+    def advantages(self, by_std: bool) -> torch.Tensor:
+        """Return (r - mean) / (std + 1e-6), or r - mean, [B]."""
+        return self.centered_B / self.deviations_B if by_std else self.centered_B
 
 
 def _groups(inputs: AdvantageInputs, rewards_B: torch.Tensor | None = None) -> _Groups:
     rewards_B = inputs.by_sample(inputs.rewards_P) if rewards_B is None else rewards_B
-    ones_B = torch.ones_like(rewards_B)
-    scored_B = ones_B if inputs.scored_B is None else inputs.scored_B
-    alone_B, counts_B = inputs.by_group(ones_B) == 1, inputs.by_group(scored_B)
-    means_B = torch.where(alone_B, 0.0, inputs.by_group(rewards_B * scored_B) / counts_B.clamp(min=1))
-    return _Groups(rewards_B, alone_B, counts_B, means_B, (rewards_B - means_B) * scored_B)
+    alone_B = inputs.by_group(torch.ones_like(rewards_B)) == 1
+    return _compared(rewards_B, inputs.groups_B, _scored(inputs), alone_B)
 
 
-def _standardized(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
-    """Return (r - mean) / (std + 1e-6) of each sample in its group, [B], with the unbiased standard deviation, 1 in a group of one."""
-    return groups.centered_B / _deviations(inputs, groups)
+def _scored(inputs: AdvantageInputs) -> torch.Tensor:
+    return torch.ones(len(inputs.lengths), dtype=torch.float64) if inputs.scored_B is None else inputs.scored_B
 
 
-def _deviations(inputs: AdvantageInputs, groups: _Groups) -> torch.Tensor:
-    variance_B = inputs.by_group(groups.centered_B.square()) / (groups.counts_B - 1).clamp(min=1)
-    return torch.where(groups.alone_B, 1.0, variance_B.sqrt()) + _EPSILON
+def _compared(
+    values_N: torch.Tensor, keys_N: torch.Tensor, scored_N: torch.Tensor, alone_N: torch.Tensor | bool
+) -> _Groups:
+    """Compare values that have the same key; the other arguments are as of _Groups and AdvantageInputs."""
+    alone_N, counts_N = torch.as_tensor(alone_N).expand(len(values_N)), _by(keys_N, scored_N)
+    means_N = torch.where(alone_N, 0.0, _by(keys_N, values_N * scored_N) / counts_N.clamp(min=1))
+    centered_N = (values_N - means_N) * scored_N
+    variance_N = _by(keys_N, centered_N.square()) / (counts_N - 1).clamp(min=1)
+    deviations_N = torch.where(alone_N, 1.0, variance_N.sqrt()) + _EPSILON
+    return _Groups(values_N, alone_N, counts_N, means_N, centered_N, deviations_N)
 
 
 def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
@@ -154,8 +193,7 @@ def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
         the usual choice where a prompt can be sampled several times and the reward is of the whole answer; without the deviation
         (Dr.GRPO), easy and hard prompts weigh alike
     """
-    groups = _groups(inputs)
-    return inputs.to_entries(_standardized(inputs, groups) if grpo_norm_by_std else groups.centered_B)
+    return inputs.to_entries(_groups(inputs).advantages(grpo_norm_by_std))
 
 
 def pass_at_k(inputs: AdvantageInputs, *, k: Several = 4, grpo_norm_by_std: bool) -> torch.Tensor:
@@ -182,7 +220,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: Several = 4, grpo_norm_by_std: bool
         members = ((inputs.groups_B == group) & (scored_B > 0)).nonzero()[:, 0]
         if len(members) > 1:
             gains_B[members] = _gains(groups.rewards_B[members], min(k, len(members)))
-    return inputs.to_entries(gains_B / _deviations(inputs, groups) if grpo_norm_by_std else gains_B)
+    return inputs.to_entries(gains_B / groups.deviations_B if grpo_norm_by_std else gains_B)
 
 
 def _gains(rewards_N: torch.Tensor, k: int) -> torch.Tensor:
@@ -212,7 +250,7 @@ def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tens
     assert inputs.named_B is not None, "gdpo needs the rewards that trainer.algorithm.gdpo.rewards names"
     summed_B = torch.zeros(len(inputs.lengths), dtype=inputs.rewards_P.dtype)
     for name, weight in rewards.items():
-        summed_B += weight * _standardized(inputs, _groups(inputs, inputs.named_B[name]))
+        summed_B += weight * _groups(inputs, inputs.named_B[name]).advantages(by_std=True)
     trained_B = (inputs.by_sample(inputs.mask_P) > 0).to(summed_B.dtype)
     return inputs.to_entries(whiten(summed_B, trained_B, inputs.total))
 
@@ -275,6 +313,91 @@ def remax(inputs: AdvantageInputs) -> torch.Tensor:
     """
     assert inputs.baselines_B is not None, "remax needs the rewards of greedy responses"
     return inputs.to_entries(inputs.by_sample(inputs.rewards_P) - inputs.baselines_B)
+
+
+@per_turn
+def turn_grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
+    """Return the rewards from each turn on, each against the mean over all turns of its group (GRPO with process supervision, arXiv:2402.03300, section 4.1.3).
+
+    With one turn per sample that is grpo. The mean is over turns: a sample whose rewards are below it loses with each turn more.
+
+    Formula:
+        Σ over this turn and those after it of (reward - mean over the turns of the group) / (standard deviation + 1e-6)
+    Use:
+        each turn has a reward of its own. It is not worth it where only the last one has: then longer samples are pushed down, and grpo or
+        gigpo serve better
+    """
+    sample_P = inputs.samples
+    scored_P, alone_P = _scored(inputs)[sample_P], _groups(inputs).alone_B[sample_P]
+    turns = _compared(inputs.rewards_P, inputs.groups_B[sample_P], scored_P, alone_P)
+    return torch.where(inputs.mask_P > 0, _returns(inputs, turns.advantages(grpo_norm_by_std), 1.0), 0.0)
+
+
+@per_turn
+def gigpo(
+    inputs: AdvantageInputs,
+    *,
+    gamma: float,
+    grpo_norm_by_std: bool,
+    step_weight: NotNegative = 1.0,
+    episode_weight: NotNegative = 1.0,
+) -> torch.Tensor:
+    """Return the sample against its group, and each turn against those that the group took in the same state (GiGPO, arXiv:2505.10978, section 4).
+
+    A turn is worth the rewards from it on, discounted by gamma for each turn of its role. In a state that the group was in once there is
+    nothing to compare with: its part is 0. With one turn per sample both parts are grpo.
+
+    Formula:
+        episode_weight × A_E + step_weight × A_S, A_E as grpo. A_S: G less its mean over turns of the group in the same state, divided as
+        grpo, G = Σ gamma^k reward_(t+k) over turns
+    Use:
+        long episodes in which samples of a group come into the same states: web pages, rooms, boards. The authors use gamma 0.95, and
+        `grpo_norm_by_std=false` where it did better. With `episode_weight` 0 and gamma 0 attempts at one proposed problem are compared
+        with each other alone. It is not worth it where no state comes twice: then it is grpo
+    Args:
+        step_weight: weight of the part that compares turns in the same state (arXiv:2505.10978, whose authors use 1).
+        episode_weight: weight of the part that compares whole samples.
+    """
+    assert inputs.anchors_P is not None, "gigpo needs the states of turns"
+    returns_P = _returns(inputs, inputs.rewards_P, gamma)
+    steps = _compared(returns_P, inputs.anchors_P, _scored(inputs)[inputs.samples], alone_N=False)
+    episodes_P = inputs.to_entries(_groups(inputs).advantages(grpo_norm_by_std))
+    steps_P = torch.where(inputs.mask_P > 0, steps.advantages(grpo_norm_by_std), 0.0)
+    return episode_weight * episodes_P + step_weight * steps_P
+
+
+def rae(inputs: AdvantageInputs, *, decay: Share = 0.95) -> torch.Tensor:
+    """Return the reward against a moving mean of those of its data source and role (role-conditioned advantages of SPIRAL, arXiv:2506.24119, section 3).
+
+    The mean is that before the batch, 0 at first. The n rewards of a batch change it as n that equal their mean would, one after the other:
+    so it does not depend on their order, and any number of samples per prompt is enough. Checkpoints have it.
+
+    Formula:
+        R - b of the data source and role; after each batch b becomes decay^n b + (1 - decay^n) mean of R
+    Use:
+        self-play of two sides with different chances, from one sample per prompt on. It is not worth it where prompts differ in how much can
+        be reached: grpo compares within each, by role too
+    Args:
+        decay: what is left of a moving mean after one sample (arXiv:2506.24119, whose authors use 0.95).
+    """
+    rewards_B, scored_B = inputs.by_sample(inputs.rewards_P), _scored(inputs)
+    advantages_B = torch.zeros_like(rewards_B)
+    for kind in sorted(set(inputs.kinds_B)):
+        own_B = torch.tensor([each == kind for each in inputs.kinds_B]) & (scored_B > 0)
+        before, count = inputs.carried.get(kind, 0.0), int(own_B.sum())
+        if count:
+            advantages_B[own_B] = rewards_B[own_B] - before
+            inputs.carried[kind] = before + (1 - decay**count) * (rewards_B[own_B].mean().item() - before)
+    return inputs.to_entries(advantages_B)
+
+
+def _returns(inputs: AdvantageInputs, rewards_P: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Return the discounted sum of the rewards of each entry and those after it in its sample, [P]."""
+    found = list[float]()
+    for own in rewards_P.split(list(inputs.lengths)):
+        backwards = accumulate(reversed(own.tolist()), lambda later, reward: reward + gamma * later)
+        found += [*backwards][::-1]
+    return rewards_P.new_tensor(found)
 
 
 @per_token
@@ -402,6 +525,9 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": opo,
     "remax": remax,
     "gdpo": gdpo,
+    "turn_grpo": turn_grpo,
+    "gigpo": gigpo,
+    "rae": rae,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     "gae": gae,

@@ -27,13 +27,26 @@ def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
 def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float = 0.0) -> bool:
     """Return whether samples of a group that have a reward differ in what they are judged by; `metrics` as of `filter_values`.
 
+    Where the policy has roles and there are no metrics, they differ where those of any role do.
+
     A group of one sample is worth it where that has a reward, as there is no other to differ from; a single one left of several is not.
 
     Args:
         tolerance: what the highest may exceed the lowest by without a difference.
     """
     values = filter_values(group, metrics)
-    return len(values) >= min(2, len(group.samples)) and varied(values, tolerance)
+    judged = [values] if metrics or not group.roles else role_rewards(group)
+    return len(values) >= min(2, len(group.samples)) and any(varied(own, tolerance) for own in judged)
+
+
+def role_rewards(group: GroupMeta) -> list[list[float]]:
+    """Return for each role the rewards of its turns in each sample that has a reward, summed up; a role may lack in a sample."""
+    found = dict[str, list[float]]()
+    for sample in group.scored_samples:
+        turns = [turn for row in sample.turns for turn in row]
+        for role in dict.fromkeys(turn.role for turn in turns):
+            found.setdefault(role, []).append(sum(turn.reward for turn in turns if turn.role == role))
+    return list(found.values())
 
 
 def share_without_spread(groups: Sequence[GroupMeta], dropped: int = 0) -> float | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from math import isnan
+from operator import le
 from reprlib import Repr
 from typing import Any
 
@@ -20,7 +21,7 @@ from hpcrl.controller.evaluation import EVAL_GROUP
 from hpcrl.controller.prompt_stream import TRAIN_GROUP
 from hpcrl.rundir.process_names import worker_name
 from hpcrl.runtime.http_server import BadRequest
-from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, is_name, is_plain_text
+from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, TurnMeta, is_name, is_plain_text
 
 _MOST_ENTRIES = 1_000_000  # no list of a message that fits into a request is longer
 _MOST_TOKENS = 1_000_000_000
@@ -88,6 +89,10 @@ def wholes(least: int, most: int) -> Value:
 
 def _is_list_of_names(value: Any) -> bool:
     return type(value) is list and _TEXT.issuperset(map(type, value)) and all(map(is_name, set(value)))
+
+
+def _is_list_of_roles(value: Any) -> bool:
+    return type(value) is list and _TEXT.issuperset(map(type, value)) and all(map(is_name, {*value} - {""}))
 
 
 def listed(kind: Value, what: str) -> Value:
@@ -254,6 +259,7 @@ class Schemas:
             raise _wrong(f"{within}lengths", "one entry per row", group["lengths"])
         if group.get("shared") and len(group["shared"]) != len(group["lengths"]):
             raise _wrong(f"{within}shared", "one entry per row, or none", group["shared"])
+        self._check_turns(group, within)
         if len(group.get("failures", ())) > samples + 1:
             raise _wrong(f"{within}failures", f"at most one per sample, {samples}, and one more", group["failures"])
         if group["oldest_version"] > group["newest_version"]:
@@ -261,6 +267,23 @@ class Schemas:
         folder, _, file = group["path"].rpartition("/")
         if kind == "train" and (folder != f"samples/{group['replica']}" or _SAMPLES.fullmatch(file) is None):
             raise _wrong(f"{within}path", f"a file of samples in samples/{group['replica']}", group["path"])
+
+    def _check_turns(self, group: dict[str, Any], within: str) -> None:
+        turns, lengths, ends = group.get("turns") or [], group["lengths"], group.get("turn_ends") or []
+        if turns and len(turns) != len(lengths):
+            raise _wrong(f"{within}turns", "one entry per row, or none", turns)
+        for one in (f"turn_{name}s" for name in TurnMeta._fields):
+            if len(group.get(one) or []) != sum(turns):
+                raise _wrong(within + one, f"{sum(turns)} entries, one per turn", group.get(one) or [])
+        at = 0
+        for count, length in zip(turns, lengths, strict=False):
+            own, at = ends[at : at + count], at + count
+            if own and not (own[0] > 0 and own[-1] <= length and all(map(le, own, own[1:]))):
+                raise _wrong(
+                    f"{within}turn_ends",
+                    f"numbers from 1 to {length}, the tokens of the row, none below the one before",
+                    own,
+                )
 
 
 def _worker(replicas: int, scorers: Collection[str] = ()) -> Value:
@@ -300,5 +323,10 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "scores": Value("an empty object", lambda value: value == {}),  # scorers send their role
         "model_rewards": Value("an empty list", lambda value: value == []),
         "shared": lengths,
+        "turns": lengths,
+        "turn_ends": lengths,
+        "turn_rewards": REWARDS,
+        "turn_roles": Value("a list of names, or of empty texts", _is_list_of_roles),
+        "turn_anchors": lengths,
     }
     return Schema(required, optional)

@@ -40,6 +40,12 @@ class Turn:
             an earlier one's of the same name.
         action: what the policy's text is replaced by, in the conversation and in what is trained; None: nothing. The new tokens
             are not those that were sampled, so they are not trained.
+        role: name of the role in which the policy took the action; advantages compare within a role. Empty: it has one role.
+        rewards: further rewards by role, each at the last action of the role so far; one that has not acted gets none.
+        trained: whether the action is trained.
+        fresh: the observations are all that the policy is shown next, as of a role that may not see what another one has seen; needs
+            generator.step_wise_trajectories.
+        anchor: names the state that the policy acts in next, for estimators that compare actions in the same state; None: the observations.
     """
 
     observations: Messages
@@ -47,6 +53,11 @@ class Turn:
     done: bool
     metrics: dict[str, float] = field(default_factory=dict)
     action: str | None = None
+    role: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    trained: bool = True
+    fresh: bool = False
+    anchor: str | None = None
 
 
 class Environment(Protocol):

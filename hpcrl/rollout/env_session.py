@@ -275,12 +275,28 @@ def _checked(turn: Turn) -> Turn:
             )
     if not isinstance(turn.action, str | None):
         raise UserCodeError(f"action: expected a text or None, found {turn.action!r:.80}")
+    _check_roles(turn)
     try:
         observations = with_images(turn.observations)
     except DataError as error:
         raise UserCodeError(str(error)) from error
     metrics = {name: _named(f"metric {name!r}", value) for name, value in turn.metrics.items()}
-    return replace(turn, reward=_named("reward", turn.reward), metrics=metrics, observations=observations)
+    rewards = {role: _named(f"reward of {role!r}", value) for role, value in turn.rewards.items()}
+    reward = _named("reward", turn.reward)
+    return replace(turn, reward=reward, metrics=metrics, observations=observations, rewards=rewards)
+
+
+def _check_roles(turn: Turn) -> None:
+    for role in {turn.role, *turn.rewards} - {""}:
+        if not is_name(role):
+            raise UserCodeError(
+                f"a role is called {role!r:.80}; expected a text of 1 to {LONGEST_NAME} characters that can be printed"
+            )
+    if not isinstance(turn.anchor, str | None):
+        raise UserCodeError(f"anchor: expected a text or None, found {turn.anchor!r:.80}")
+    for name in ("trained", "fresh"):
+        if not isinstance(getattr(turn, name), bool):
+            raise UserCodeError(f"{name}: expected true or false, found {getattr(turn, name)!r:.80}")
 
 
 def _named(name: str, value: Any) -> float:

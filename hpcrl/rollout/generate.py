@@ -92,6 +92,7 @@ class Episode:
         opening: what the environment begins with.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
         messages: those after the prompt.
+        anchor: digest of what names the state that the policy acts in next.
         failure: why it cannot go on: its environment failed, or the engine refuses what it asks.
     """
 
@@ -106,6 +107,7 @@ class Episode:
     opening: Messages = field(default_factory=list)
     past: Messages = field(default_factory=list)
     messages: Messages = field(default_factory=list)
+    anchor: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: StopReason = "stop"
     failure: str | None = None
@@ -323,7 +325,7 @@ class GroupGenerator:
             _held = await self._images.prepare(opened)  # until the template wants them
             prompt = self._template.opening(opened, episode.tools)
         episode.prompt, episode.transcripts = prompt, [Transcript(*prompt)]
-        episode.opening, episode.past = opened, list(opened)
+        episode.opening, episode.past, episode.anchor = opened, list(opened), _anchor(opened)
 
     async def _close(self, episodes: Sequence[Episode]) -> None:
         for episode, answer in [(episode, episode.session.close()) for episode in episodes]:
@@ -349,7 +351,7 @@ class GroupGenerator:
     async def _only_turns(self, episodes: Sequence[Episode], said: Sequence[Generation], kind: Kind) -> None:
         asked = [self._ask(episode, one, kind) for episode, one in zip(episodes, said, strict=True)]
         for episode, one, asked_one in zip(episodes, said, asked, strict=True):
-            self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
+            self._say(episode, one, await self._answer(episode, asked_one), over=True)
 
     async def _turns(self, episode: Episode, kind: Kind) -> None:
         if episode.session.plays:
@@ -369,9 +371,9 @@ class GroupGenerator:
                 return
             answer = await self._answer(episode, self._ask(episode, said, kind))
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
-                self._say(episode.transcript, said, answer, over=True)
+                self._say(episode, said, answer, over=True)
                 return
-            self._say(episode.transcript, said, answer, over=False)
+            self._say(episode, said, answer, over=False)
             try:
                 _held = await self._images.prepare(answer.observations)
                 prompt = self._next_prompt(episode, said, answer)
@@ -418,9 +420,16 @@ class GroupGenerator:
 
     def _next_prompt(self, episode: Episode, said: Generation, answer: Turn) -> Context:
         if not self._config.step_wise_trajectories:
+            if answer.fresh:
+                raise ConfigError(
+                    f"{episode.session.where}: its next turn is shown another conversation; set generator.step_wise_trajectories=true"
+                )
             transcript = episode.transcript
             before = Context(transcript.token_ids, transcript.images)
             return before.followed_by(self._following(transcript, answer.observations, episode.tools))
+        if answer.fresh:
+            episode.past = list(answer.observations)
+            return self._template.opening(episode.past, episode.tools)
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
         return self._template.opening(episode.past, episode.tools)
@@ -444,21 +453,26 @@ class GroupGenerator:
         episode.messages += answer.observations
         return answer
 
-    def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
+    def _say(self, episode: Episode, said: Generation, answer: Turn | None, *, over: bool) -> None:
         """Add the policy's response, up to the part that the environment keeps, and its reward."""
-        token_ids = said.token_ids
+        token_ids, transcript = said.token_ids, episode.transcript
         if answer is None:
-            return transcript.add_response(said)
+            transcript.add_response(said)
+            return transcript.end_turn("", episode.anchor)
         if answer.action is not None:
             if kept := self._template.count_of(answer.action, token_ids):
-                transcript.add_response(said, kept)
+                transcript.add_response(said, kept, trained=answer.trained)
             else:
                 transcript.add_context(self._template.continued(transcript.token_ids, answer.action))
         elif not over and not self._config.use_conversation_multi_turn and token_ids[-1] in self._template.ends:
-            transcript.add_response(said, len(token_ids) - 1)
+            transcript.add_response(said, len(token_ids) - 1, trained=answer.trained)
         else:
-            transcript.add_response(said)
+            transcript.add_response(said, trained=answer.trained)
         transcript.add_reward(answer.reward)
+        transcript.end_turn(answer.role, episode.anchor)
+        for role, reward in answer.rewards.items():
+            any(one.reward_role(role, reward) for one in reversed(episode.transcripts))
+        episode.anchor = _anchor(answer.observations if answer.anchor is None else answer.anchor)
         return None
 
     def _following(self, transcript: Transcript, observations: Messages, tools: Tools) -> Context:
@@ -466,6 +480,11 @@ class GroupGenerator:
             return self._template.plain(observations)
         end = self._config.append_eos_token_after_stop_str_in_multi_turn
         return self._template.between(transcript.token_ids, observations, tools, end=end)
+
+
+def _anchor(named: Messages | str) -> str:
+    """Return the digest of what names a state."""
+    return digest_of(json.dumps(named, default=str).encode())
 
 
 def _told(error: Exception) -> str:

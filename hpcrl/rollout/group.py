@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
@@ -13,7 +13,7 @@ import numpy as np
 from hpcrl.algorithms.prefixes import common_prefix
 from hpcrl.config import GeneratorConfig
 from hpcrl.envs.base import Messages
-from hpcrl.types import GroupMeta, Row, SampleMeta, Work
+from hpcrl.types import GroupMeta, Row, SampleMeta, TurnMeta, Work
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Group:
     def _sample_metas(self) -> list[SampleMeta]:
         pairs = pairwise(self.samples)
         shared = iter([0, *(common_prefix(one.token_ids, other.token_ids) for one, other in pairs)])
+        turns = turn_metas(self.rows) if self.work.kind == "train" else [()] * len(self.rows)
         return [
             SampleMeta(
                 reward=sample_reward(rows),
@@ -102,11 +103,31 @@ class Group:
                 env_metrics=rows[-1].env_metrics,
                 raw_reward=raw_reward,
                 shared=tuple(islice(shared, len(rows))),
+                turns=own,
             )
-            for rows, response_length, raw_reward in zip(
-                self.rows, self.response_lengths, self.raw_rewards, strict=True
+            for rows, response_length, raw_reward, own in zip(
+                self.rows, self.response_lengths, self.raw_rewards, turns, strict=True
             )
         ]
+
+
+def turn_metas(samples: Sequence[Sequence[Row]]) -> Sequence[Sequence[Sequence[TurnMeta]]]:
+    """Return the turns of each row of each sample of a group; nothing where each sample is one turn, all in the same state and without a role."""
+    places = dict.fromkeys((turn.role, turn.anchor) for rows in samples for row in rows for turn in row.turns)
+    several = any(len(rows) > 1 or len(rows[0].turns) > 1 for rows in samples)
+    if not several and len(places) <= 1 and not any(role for role, _ in places):
+        return [()] * len(samples)
+    known = {place: number for number, place in enumerate(places)}
+    return [[_turns_of(row, known) for row in rows] for rows in samples]
+
+
+def _turns_of(row: Row, known: Mapping[tuple[str, str], int]) -> list[TurnMeta]:
+    """Return the turns of a row; what lies behind the last one, as the reward of a failed sample, belongs to that."""
+    bounds = [0, *(turn.end for turn in row.turns[:-1]), len(row.rewards)]
+    return [
+        TurnMeta(turn.end, float(row.rewards[start:end].sum()), turn.role, known[turn.role, turn.anchor])
+        for turn, (start, end) in zip(row.turns, pairwise(bounds), strict=False)
+    ]
 
 
 def sample_reward(rows: Sequence[Row]) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcrl.data.vision.reader import Context, SeenImage, named_tensors
 from hpcrl.rollout.engines.base import Generation
-from hpcrl.types import ROUTED_EXPERTS, Row, SamplingMask, StopReason
+from hpcrl.types import ROUTED_EXPERTS, Row, SamplingMask, StopReason, TurnEnd
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,15 +41,16 @@ class Transcript:
         self._tops: list[Sequence[int]] = [()] * len(prompt)
         self._experts: NDArray[np.int16] | None = None
         self._rewards: dict[int, float] = {}
+        self._turns: list[TurnEnd] = []
 
-    def add_response(self, said: Generation, length: int | None = None) -> None:
+    def add_response(self, said: Generation, length: int | None = None, *, trained: bool = True) -> None:
         """Add the first `length` tokens of a response, all where it is None."""
         self.token_ids += said.token_ids[:length]
         self._logprobs += said.logprobs[:length]
         self._versions += said.versions[:length]
         self._masks += (said.sampling_mask or [()] * len(said.token_ids))[:length]
         self._tops += (said.top_ids or [()] * len(said.token_ids))[:length]
-        self._mask += [1.0] * (len(self.token_ids) - len(self._mask))
+        self._mask += [float(trained)] * (len(self.token_ids) - len(self._mask))
         if said.experts is not None:  # an earlier turn's experts count: its tokens were generated with them
             known = self._experts if self._experts is not None else said.experts[:0]
             self._experts = np.concatenate([known, said.experts[len(known) : len(self.token_ids) - 1]])
@@ -73,6 +74,17 @@ class Transcript:
         at = len(self.token_ids) - 1
         self._rewards[at] = self._rewards.get(at, 0.0) + reward
 
+    def end_turn(self, role: str, anchor: str) -> None:
+        """End a turn with the newest token; arguments as of TurnEnd."""
+        self._turns.append(TurnEnd(len(self.token_ids), role, anchor))
+
+    def reward_role(self, role: str, reward: float) -> bool:
+        """Add a reward at the last token of the role's last turn. Returns whether it has one here."""
+        end = next((turn.end for turn in reversed(self._turns) if turn.role == role), 0)
+        if end:
+            self._rewards[end - 1] = self._rewards.get(end - 1, 0.0) + reward
+        return end > 0
+
     def sample(self, stop_reason: StopReason, env_metrics: dict[str, float]) -> Row:
         rewards_T = np.zeros(len(self.token_ids), np.float32)
         for at, reward in self._rewards.items():
@@ -88,6 +100,7 @@ class Transcript:
             sampling_mask=self._sampling_mask(),
             top_ids=self._top_ids(),
             tensors=named_tensors(self.images) | self._routed_experts(),
+            turns=tuple(self._turns),
         )
 
     def _routed_experts(self) -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from hpcrl.algorithms.advantages import (
     ESTIMATORS,
     AdvantageInputs,
     is_per_token,
+    is_per_turn,
     lambda_returns,
     normalize,
 )
@@ -23,11 +24,9 @@ from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.trainer.batching import trained_groups
+from hpcrl.trainer.entries import Sum, entries_of
 from hpcrl.trainer.packing import PackedRows
 from hpcrl.types import Batch, GroupMeta
-
-Sum = Callable[[Sequence[float]], list[float]]
-"""Returns the element-wise sums over all ranks: World.sum, or `list` with one rank."""
 
 _COEFFICIENT, _START = "kl_coef", "kl_coef_start"
 
@@ -115,17 +114,22 @@ class KlRewardPenalty:
 
 
 def estimate_advantages(
-    batch: Batch, minis: Sequence[PackedRows], algorithm: AlgorithmConfig, over_ranks: Sum
+    batch: Batch,
+    minis: Sequence[PackedRows],
+    algorithm: AlgorithmConfig,
+    over_ranks: Sum,
+    carried: dict[str, float] | None = None,
 ) -> Advantages:
     """Fill in the advantages of this rank's samples, and the returns of a critic where they have values.
 
     Every rank calls it. An estimator with one number per sample gets every sample of the batch from the batch's metadata, the same on
     every rank. One that needs tokens gets this rank's, and sums over ranks. With generator.step_wise_trajectories, where the turns of a
     response are samples, a response counts once: with the outcome as its reward, less the penalties of all its turns. Each of them then
-    gets what the response is worth.
+    gets what the response is worth. Where the policy has roles in a sample, or the estimator compares turns, entries are turns.
 
     Args:
         minis: this rank's samples; together, ranks have those of all trained groups.
+        carried: as of AdvantageInputs; None: the estimator begins with none.
 
     Raises:
         ConfigError: a user's own estimator cannot be found, or the estimator needs all tokens of a response in one sample.
@@ -142,8 +146,7 @@ def estimate_advantages(
         _require_one_row(batch)
         raw_P = estimator(inputs)
     else:
-        values_B = _by_sample(batch, minis, estimator, algorithm, over_ranks)
-        raw_P = values_B.repeat_interleave(torch.tensor(inputs.lengths, dtype=torch.int64))
+        raw_P = _by_entries(batch, minis, estimator, algorithm, over_ranks, {} if carried is None else carried)
     if inputs.values_P is not None:
         lambd = algorithm.lambd if algorithm.critic_lambd is None else algorithm.critic_lambd
         returns_P = lambda_returns(inputs, inputs.values_P, algorithm.gamma, lambd)
@@ -165,6 +168,21 @@ def estimate_advantages(
         samples.scores.advantages = own_P
     count = max(count, 1.0)
     return Advantages(summed / count, summed_abs / count, penalties)
+
+
+def carried_numbers(algorithm: AlgorithmConfig, extra_state: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers that the advantage estimator has kept, of what a checkpoint saved; those of another estimator are none of its own."""
+    prefix = _prefix(algorithm)
+    return {name.removeprefix(prefix): value for name, value in extra_state.items() if name.startswith(prefix)}
+
+
+def named_numbers(algorithm: AlgorithmConfig, carried: Mapping[str, float]) -> dict[str, float]:
+    """Return the same as a checkpoint saves them."""
+    return {_prefix(algorithm) + name: value for name, value in carried.items()}
+
+
+def _prefix(algorithm: AlgorithmConfig) -> str:
+    return f"{algorithm.advantage_estimator}/"
 
 
 def no_advantages(minis: Sequence[PackedRows]) -> Advantages:
@@ -219,6 +237,11 @@ def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:
 
 
 def _require_one_row(batch: Batch) -> None:
+    if any(group.roles for group in batch.groups):
+        raise ConfigError(
+            "this environment has several roles in a sample, and estimators that are marked per_token, such as gae, follow rewards from "
+            "token to token through all of them. Choose an advantage_estimator such as grpo or rae"
+        )
     if any(len(sample.lengths) != 1 for group in batch.groups for sample in group.samples):
         raise ConfigError(
             "generator.step_wise_trajectories or enable_http_endpoint: estimators that are marked per_token, such as gae, "
@@ -247,63 +270,78 @@ def _rewards(samples: PackedRows) -> torch.Tensor:
     return rewards_P if penalties_P is None else rewards_P - penalties_P
 
 
-def _by_sample(
+def _by_entries(
     batch: Batch,
     minis: Sequence[PackedRows],
     estimator: partial[torch.Tensor],
     algorithm: AlgorithmConfig,
     over_ranks: Sum,
+    carried: dict[str, float],
 ) -> torch.Tensor:
+    """Return the advantage of each token of this rank's samples, by those of samples or turns of all ranks, [P]."""
     groups = trained_groups(batch, algorithm)
-    places = [(group, index) for group in groups for index in range(len(batch.groups[group].samples))]
-    numbers = {place: number for number, place in enumerate(places)}
-    owners = {group: batch.groups[group].owners for group in groups}
-    tokens, penalties = [0.0] * len(places), [0.0] * len(places)
-    mine: list[int] = []
-    for samples in minis:
-        penalties_P = samples.scores.penalties
-        own = [0.0] * len(samples.refs)
-        if penalties_P is not None:
-            own = [penalties_T.sum().item() for penalties_T in penalties_P.split(samples.lengths)]
-        for ref, trained, penalty in zip(samples.refs, samples.trained, own, strict=True):
-            place = numbers[ref.group, owners[ref.group][ref.index]]
-            mine.append(place)
-            tokens[place] += trained
-            penalties[place] += penalty
-    sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
-    tokens_B, penalties_B = sums.view(2, len(places))
-    rewards_B = torch.tensor(
-        [batch.groups[group].samples[index].reward for group, index in places], dtype=torch.float64
-    )
+    by_role = any(batch.groups[at].roles for at in groups)
+    if by_role:
+        (critics,) = over_ranks([float(any(samples.scores.values is not None for samples in minis))])
+        _check_roles(algorithm, critic=critics > 0)
+    entries = entries_of(batch, groups, turns=by_role or is_per_turn(estimator.func))
+    tokens_P, penalties_P = entries.sums(minis, over_ranks)
+    places = [(batch.groups[at], index) for at, index in entries.places]
     inputs = AdvantageInputs(
-        rewards_P=rewards_B - penalties_B,
-        mask_P=tokens_B,
-        lengths=[1] * len(places),
-        groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
-        scored_B=torch.tensor([one for group in groups for one in batch.groups[group].scored], dtype=torch.float64),
-        baselines_B=_baselines(batch, places, algorithm) if algorithm.needs_baselines else None,
-        named_B=_named_rewards([batch.groups[group] for group in groups], algorithm),
+        rewards_P=torch.tensor(entries.rewards, dtype=torch.float64) - penalties_P,
+        mask_P=tokens_P,
+        lengths=entries.lengths,
+        groups_B=torch.tensor(entries.groups, dtype=torch.int64),
+        scored_B=torch.tensor([group.scored[index] for group, index in places], dtype=torch.float64),
+        baselines_B=_baselines(places, algorithm) if algorithm.needs_baselines else None,
+        named_B=_named_rewards(places, algorithm),
+        anchors_P=torch.tensor(entries.anchors, dtype=torch.int64),
+        kinds_B=[
+            f"{group.data_source}/{role}" if role else group.data_source
+            for (group, _), role in zip(places, entries.roles, strict=True)
+        ],
+        carried=carried,
     )
-    return estimator(inputs)[mine]
+    advantages_P = estimator(inputs)
+    return _joined([advantages_P[entries.of_tokens(samples)] for samples in minis])
 
 
-def _baselines(batch: Batch, places: Sequence[tuple[int, int]], algorithm: AlgorithmConfig) -> torch.Tensor:
+def _check_roles(algorithm: AlgorithmConfig, *, critic: bool) -> None:
+    """Refuse what knows one reward of a sample, where the policy has roles in it."""
+    refused = {
+        "trainer.algorithm.advantage_estimator=remax": algorithm.needs_baselines,
+        "trainer.algorithm.positive_nll_coef": algorithm.positive_nll_coef is not None,
+        "trainer.critic.model.path": critic,
+    }
+    for name, found in refused.items():
+        if found:
+            raise ConfigError(
+                f"{name} needs one reward of a sample, and this environment has several roles, each with rewards of its own. "
+                "Unset it, or choose an advantage_estimator such as grpo or rae"
+            )
+
+
+def _baselines(places: Sequence[tuple[GroupMeta, int]], algorithm: AlgorithmConfig) -> torch.Tensor:
     """Return the reward of the greedy response to each sample's prompt, [B]."""
-    for group in batch.groups:
+    for group, _ in places:
         if group.baseline is None:
             raise DataError(
                 f"group {group.group_id} was generated without a greedy response, which "
                 f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares with; resume the run, and the "
                 "group is generated again"
             )
-    return torch.tensor([batch.groups[group].baseline for group, _ in places], dtype=torch.float64)
+    return torch.tensor([group.baseline for group, _ in places], dtype=torch.float64)
 
 
-def _named_rewards(groups: Sequence[GroupMeta], algorithm: AlgorithmConfig) -> dict[str, torch.Tensor] | None:
-    found = {
-        name: torch.tensor([value for group in groups for value in named_rewards(group, name)], dtype=torch.float64)
-        for name in algorithm.gdpo.rewards
-    }
+def _named_rewards(
+    places: Sequence[tuple[GroupMeta, int]], algorithm: AlgorithmConfig
+) -> dict[str, torch.Tensor] | None:
+    """Return the named rewards of each sample; each role in a sample has those of the sample."""
+    found = dict[str, torch.Tensor]()
+    for name in algorithm.gdpo.rewards:
+        of_groups = {group.group_id: named_rewards(group, name) for group, _ in places}
+        values = [of_groups[group.group_id][index] for group, index in places]
+        found[name] = torch.tensor(values, dtype=torch.float64)
     return found or None
 
 

@@ -17,7 +17,9 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import (
     Advantages,
     KlRewardPenalty,
+    carried_numbers,
     estimate_advantages,
+    named_numbers,
     no_advantages,
     subtract_divergence,
 )
@@ -70,6 +72,7 @@ class Learner:
         compares_logprobs: log-probabilities are compared with those of the old policy or of a reference.
 
     Attributes:
+        carried: numbers that the advantage estimator keeps from batch to batch.
         batch: the last one of which optimizer steps were made; None before the first.
         partial: that batch, where they are not all made.
         histograms: of the last batch.
@@ -98,6 +101,7 @@ class Learner:
         self.policy, self.critic, self.consensus, self.start = policy, critic, consensus, start
         self._ranks, self.world = ranks, ranks.everyone
         self.kl_penalty = KlRewardPenalty(trainer.algorithm, start.extra_state)
+        self.carried = carried_numbers(trainer.algorithm, start.extra_state)
         self.batch: Batch | None = None
         self.partial: PartialBatch | None = None
         self._flops, self._model_flops, self._limits = 0.0, model_flops, limits
@@ -124,7 +128,8 @@ class Learner:
 
     def extra_state(self) -> dict[str, float]:
         """Return the state that a checkpoint saves beside the engines' state."""
-        return self.kl_penalty.extra_state()
+        named = named_numbers(self._trainer.algorithm, self.carried)
+        return self.kl_penalty.extra_state() | named
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
         """Update the reference from the policy after `step`, where the configuration asks for it."""
@@ -242,7 +247,7 @@ class Learner:
             algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
             metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
             if distillation.rewards_count:
-                advantages = estimate_advantages(batch, samples, algorithm, data.sum)
+                advantages = estimate_advantages(batch, samples, algorithm, data.sum, self.carried)
             else:
                 advantages = no_advantages(samples)
             if distillation.enable:
@@ -332,7 +337,8 @@ class Learner:
     @contextmanager
     def _undone_if_stopped(self, batch: Batch, timer: PhaseTimer) -> Iterator[None]:
         """Leave the state after the last whole optimizer step, where ranks agree to stop inside of a batch."""
-        coefficient, self._random = self.kl_penalty.coefficient, random_state(self.world.device)
+        coefficient, carried = self.kl_penalty.coefficient, dict(self.carried)
+        self._random = random_state(self.world.device)
         try:
             yield
         except Stopping:
@@ -343,7 +349,7 @@ class Learner:
             if self.partial is not None and self.partial.updates:
                 self.batch, self.partial.seconds = batch, timer.lap()
             else:
-                self.partial, self.kl_penalty.coefficient = None, coefficient
+                self.partial, self.kl_penalty.coefficient, self.carried = None, coefficient, carried
             raise
         self.batch, self.partial = batch, None
 

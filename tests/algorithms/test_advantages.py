@@ -16,6 +16,7 @@ from hpcrl.algorithms.advantages import (
     ESTIMATORS,
     AdvantageInputs,
     is_per_token,
+    is_per_turn,
     lambda_returns,
     normalize,
     whiten,
@@ -30,9 +31,9 @@ GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 0.5, 0.5, 2.0, 0.0]
 TOKENS = [3, 1, 4, 2, 5, 1, 6, 2, 3]
 NAMES = list(ESTIMATORS)
-BY_SAMPLE = [name for name in NAMES if not is_per_token(ESTIMATORS[name])]
+BY_SAMPLE = [name for name in NAMES if not is_per_token(ESTIMATORS[name]) and not is_per_turn(ESTIMATORS[name])]
 BASELINES = {0: 0.5, 1: -1.0, 2: 0.125}  # of each group
-BY_GROUP = ["grpo", "pass_at_k", "rloo", "opo", "reinforce++_baseline", "gdpo"]
+BY_GROUP = ["grpo", "pass_at_k", "rloo", "opo", "reinforce++_baseline", "gdpo"]  # of a sample's reward
 NAMED = {"reward": 1.0, "length": 0.5}  # the rewards of gdpo
 
 
@@ -44,7 +45,10 @@ def inputs(
     seed: int = 0,
     baselines: Mapping[int, float] = BASELINES,
 ) -> AdvantageInputs:
-    """Samples of a prompt of two tokens, a hole after the first token that the policy chose, the reward at the last."""
+    """Samples of a prompt of two tokens, a hole after the first token that the policy chose, the reward at the last.
+
+    To estimators that compare turns each token is one, in one of two states of its group.
+    """
     parts, masks = [], []
     for reward, count in zip(rewards, tokens, strict=True):
         mask = [0.0, 0.0] + [1.0] * count
@@ -55,6 +59,7 @@ def inputs(
         parts[-1][-1] = reward
     generator = torch.Generator().manual_seed(seed)
     lengths = [len(part) for part in parts]
+    anchors = [2 * group + at % 2 for group, length in zip(groups, lengths, strict=True) for at in range(length)]
     return AdvantageInputs(
         rewards_P=torch.cat(parts),
         mask_P=torch.cat(masks),
@@ -63,6 +68,8 @@ def inputs(
         values_P=torch.randn(sum(lengths), generator=generator, dtype=torch.float64),
         baselines_B=torch.tensor([baselines[group] for group in groups], dtype=torch.float64),
         named_B=named(rewards, tokens),
+        anchors_P=torch.tensor(anchors),
+        kinds_B=[("even", "odd")[group % 2] for group in groups],
     )
 
 
@@ -286,6 +293,7 @@ def test_one_entry_per_sample_says_the_same(name: str) -> None:
         groups_B=torch.tensor(GROUPS),
         baselines_B=inputs().baselines_B,
         named_B=inputs().named_B,
+        kinds_B=inputs().kinds_B,
     )
     algorithm = AlgorithmConfig(gdpo=GDPOConfig(rewards=NAMED))
     values = configured("advantage_estimator", name, ESTIMATORS, algorithm)(whole)
@@ -371,7 +379,8 @@ def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[in
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_without_samples(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
-    none = AdvantageInputs(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty, named([], []))
+    nobody = torch.zeros(0, dtype=torch.int64)
+    none = AdvantageInputs(empty, empty, [], nobody, empty, empty, named([], []), anchors_P=nobody)
     assert estimate(name, none) == []
 
 

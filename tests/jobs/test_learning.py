@@ -275,6 +275,21 @@ def test_several_turns_are_learned(place: Path, own: list[str], engine: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["rae", "grpo", "gigpo"])
+def test_two_roles_learn_a_code(place: Path, estimator: str) -> None:
+    """configs/hint_number.toml: a policy that hints at numbers to itself, from one number in seven to most of them."""
+    config = QUICKSTART.with_name("hint_number.toml")
+    settings = [f"trainer.run_name={estimator}", f"{ALGORITHM}advantage_estimator={estimator}"]
+    done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=1800)
+    run = Run(place / "runs" / "hint_number" / estimator)
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 40)
+    print(f"hint_number {estimator}: {before:.3f} -> {after:.3f}")
+    assert before <= 0.3
+    assert after >= 0.85
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "least"), [("reach", 40, 0.85), ("reach_vla", 20, 0.75)], ids=["robot", "actions"]
 )

@@ -39,7 +39,7 @@ from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
-from hpcrl.trainer.stop import StopConsensus
+from hpcrl.trainer.stop import StopConsensus, Stopping
 from hpcrl.types import Batch
 from tests.paths import ROOT
 from tests.rows import with_columns
@@ -161,6 +161,22 @@ def test_what_the_environment_answers_is_learned_too(run: Run, alone: World, mod
     described = silent.train(batch, PhaseTimer())
     assert "policy/observation_nll" not in described
     assert described["policy/grad_norm"] == 0
+
+
+def test_what_an_estimator_keeps_is_saved_and_goes_back_with_a_batch_that_is_not_begun(
+    run: Run, alone: World, model_path: Path
+) -> None:
+    first, second = (make_batch(run, step, groups=2, size=3) for step in (1, 2))
+    settings = {"advantage_estimator": "rae", "use_kl_loss": False, "use_rollout_logprobs_for_loss": True}
+    own = learner(run, alone, model_path, (2, 2), settings)
+    own.train(first, PhaseTimer())
+    rewards = [reward for group in first.groups for reward in group.rewards]
+    saved = own.extra_state()
+    assert saved == {"rae/random": pytest.approx((1 - 0.95**6) * sum(rewards) / 6)}
+    own.consensus.mark_stopped()
+    with pytest.raises(Stopping, match=r"update\.micro_batch"):
+        own.train(second, PhaseTimer())
+    assert own.extra_state() == saved
 
 
 def test_log_probabilities_of_another_model_end_the_run_before_it_trains_on_them(

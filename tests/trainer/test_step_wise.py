@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.algorithms.advantages import ESTIMATORS, is_per_token
+from hpcrl.algorithms.advantages import ESTIMATORS, is_per_token, is_per_turn
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.advantages import estimate_advantages
+from hpcrl.trainer.advantages import carried_numbers, estimate_advantages, named_numbers
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches, trained_groups
 from hpcrl.trainer.distributed import World
@@ -32,7 +32,8 @@ from tests.trainer.test_advantages import SETTINGS, told
 
 GROUPS, SIZE = 4, 4
 FIRST_TURN = 5  # tokens up to the one in the middle that the policy did not choose
-BY_SAMPLE = [name for name, estimator in ESTIMATORS.items() if not is_per_token(estimator)]
+BY_SAMPLE = [name for name, one in ESTIMATORS.items() if not is_per_token(one) and not is_per_turn(one)]
+BY_TURN = [name for name, one in ESTIMATORS.items() if is_per_turn(one)]
 
 
 def turns_of(sample: Row) -> list[Row]:
@@ -70,6 +71,28 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
     return (whole, batch), (turned, other)
 
 
+def with_turns(batch: Batch, *, roles: bool) -> Batch:
+    """Return a batch of `both` whose groups know the turns of each row: rewards of tenths, and one of two states."""
+    groups = []
+    for at, group in enumerate(batch.groups):
+        turns, ends, numbers = list[int](), list[int](), list[int]()
+        for sample in group.samples:
+            length = sample.lengths[-1]
+            own = [FIRST_TURN, length] if length > FIRST_TURN + 2 else [length]
+            turns += [len(own)] if len(sample.lengths) == 1 else [1] * len(own)
+            ends += own
+            numbers += range(len(own))
+        places = range(len(ends))
+        columns = {
+            "turn_ends": ends,
+            "turn_rewards": [(7 * place + at) % 5 / 10 for place in places],
+            "turn_roles": [("asks", "answers")[number] if roles else "" for number in numbers],
+            "turn_anchors": [2 * number + (place % 3 == 0) for number, place in zip(numbers, places, strict=True)],
+        }
+        groups.append(with_columns(group, turns=turns, **columns))
+    return replace(batch, groups=groups)
+
+
 def worth(run: Run, batch: Batch, penalty: float = 0.0, **settings: Any) -> list[list[float]]:
     """Return the advantages of each sample's trained tokens, whatever its rows."""
     (refs,) = mini_batches(batch, GROUPS)
@@ -96,6 +119,102 @@ def test_every_turn_has_what_its_sample_is_worth(tmp_path: Path, name: str, pena
     assert len({value for values in expected for value in values}) > GROUPS
 
 
+@pytest.mark.parametrize("penalty", [0.0, 0.01])
+@pytest.mark.parametrize("roles", [False, True])
+def test_a_turn_is_worth_the_same_as_a_row_and_within_one(tmp_path: Path, roles: bool, penalty: float) -> None:
+    (run, whole), (other, turned) = both(tmp_path)
+    whole, turned = with_turns(whole, roles=roles), with_turns(turned, roles=roles)
+    found = dict[str, list[list[float]]]()
+    for name in ["grpo", "gdpo", *BY_TURN, "rae"]:
+        settings = SETTINGS[name] if name == "gdpo" else {"advantage_estimator": name, "gamma": 0.9}
+        found[name] = worth(run, whole, penalty, **settings)
+        for one, expected in zip(worth(other, turned, penalty, **settings), found[name], strict=True):
+            assert one == pytest.approx(expected, abs=1e-6), name
+    kinds = {name: sum(len(set(values)) > 1 for values in samples) for name, samples in found.items()}
+    assert kinds["gigpo"] > 0
+    assert (kinds["grpo"] > 0) == roles, "an estimator of samples compares roles by themselves"
+
+
+def test_each_role_is_compared_with_itself(tmp_path: Path) -> None:
+    """By hand: the rewards of a role's turns in each sample against those of the same role in the group."""
+    (run, batch), _ = both(tmp_path)
+    batch = with_turns(batch, roles=True)
+    found = worth(run, batch, advantage_estimator="grpo", grpo_norm_by_std=False)
+    for at, group in enumerate(batch.groups):
+        rewards = {
+            role: {
+                number: turn.reward
+                for number, sample in enumerate(group.samples)
+                for turn in sample.turns[0]
+                if turn.role == role
+            }
+            for role in group.roles
+        }
+        for number, sample in enumerate(group.samples):
+            expected = set()
+            for turn in sample.turns[0]:
+                of_role = rewards[turn.role]
+                mean = sum(of_role.values()) / len(of_role) if len(of_role) > 1 else 0.0
+                expected.add(round(turn.reward - mean, 6))
+            assert {round(value, 6) for value in found[at * SIZE + number]} <= expected
+    assert len({round(value, 6) for values in found for value in values}) > 3
+
+
+def test_what_knows_one_reward_of_a_sample_is_refused_with_roles(tmp_path: Path) -> None:
+    (run, batch), _ = both(tmp_path)
+    batch = with_turns(batch, roles=True)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"advantage_estimator": "remax"}, "advantage_estimator=remax needs one reward of a sample"),
+        ({"positive_nll_coef": 0.1}, "positive_nll_coef needs one reward of a sample"),
+        ({"advantage_estimator": "reinforce++"}, "this environment has several roles in a sample"),
+    ]
+    for settings, said in cases:
+        with pytest.raises(ConfigError, match=said):
+            worth(run, batch, **settings)
+
+
+def test_a_group_whose_roles_win_and_lose_is_worth_training(tmp_path: Path) -> None:
+    """In a game of two sides every sample has the sum 0."""
+    (_, batch), _ = both(tmp_path)
+    algorithm = AlgorithmConfig(zero_variance_filter=True)
+    batch = with_turns(batch, roles=True)
+    (group, *others) = batch.groups
+    count = sum(len(row) for sample in group.samples for row in sample.turns)
+    won = [(-1.0) ** place for place in range(count)]
+    for rewards, kept in ((won, 4), ([0.0] * count, 3)):
+        first = with_columns(group, rewards=[0.0] * SIZE, turn_rewards=rewards)
+        assert len(trained_groups(replace(batch, groups=[first, *others]), algorithm)) == kept
+
+
+def test_turns_that_nobody_knows_are_not_compared(tmp_path: Path) -> None:
+    _, turned = both(tmp_path)
+    with pytest.raises(ConfigError, match="compares turns, and nothing says where those of these samples end"):
+        worth(*turned, advantage_estimator="gigpo")
+
+
+def test_moving_means_go_on_with_a_checkpoint(tmp_path: Path) -> None:
+    """Two batches in one process, and in two of which the second continues from what the first has saved."""
+    (run, batch), _ = both(tmp_path)
+    batch = with_turns(batch, roles=True)
+    algorithm = build(AlgorithmConfig, {"advantage_estimator": "rae", "rae": {"decay": 0.9}})
+    (refs,) = mini_batches(batch, GROUPS)
+
+    def trained(carried: dict[str, float]) -> torch.Tensor:
+        packed = load_rows(run, batch, refs)
+        estimate_advantages(batch, [packed], algorithm, list, carried)
+        assert packed.scores.advantages is not None
+        return packed.scores.advantages
+
+    carried = dict[str, float]()
+    first = trained(carried)
+    saved = named_numbers(algorithm, carried)
+    assert set(saved) == {f"rae/{batch.groups[0].data_source}/{role}" for role in ("asks", "answers")}
+    second = trained(carried)
+    assert not torch.equal(first, second)
+    assert torch.equal(trained(carried_numbers(algorithm, saved)), second)
+    assert carried_numbers(AlgorithmConfig(), saved) == {}, "another estimator has none"
+
+
 def test_estimators_that_need_every_token_are_refused(tmp_path: Path) -> None:
     _, turned = both(tmp_path)
     with pytest.raises(
@@ -108,7 +227,9 @@ def test_estimators_that_need_every_token_are_refused(tmp_path: Path) -> None:
 def test_every_number_of_ranks_gives_the_same(tmp_path: Path) -> None:
     """The turns of a sample may be on several ranks, and ranks need not have equally many."""
     _, (run, batch) = both(tmp_path)
-    names = [*BY_SAMPLE, "normalized", "penalized", "own"]
+    names = [*BY_SAMPLE, *BY_TURN, "normalized", "penalized", "own"]
+    batch = with_turns(batch, roles=False)
+    write_json(run.batch(1), batch.to_json())
     options = {"run": str(run.path), "out": str(tmp_path), "settings": {name: SETTINGS[name] for name in names}}
     for ranks in (1, 2, 3):
         result = run_ranks(ranks, json.dumps([["worth", options]]))

@@ -123,9 +123,9 @@ def _read_by(name: str) -> When:
 
 
 _DISCOUNTS = any_of(
-    chosen("advantage_estimator", "gae", "reinforce++"),
+    chosen("advantage_estimator", "gae", "reinforce++", "gigpo"),
     CRITIC,
-    needs="{section}.advantage_estimator=gae or reinforce++, or a critic",
+    needs="{section}.advantage_estimator=gae, reinforce++ or gigpo, or a critic",
 )
 _REFERENCE = when("trainer.uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
 
@@ -135,8 +135,10 @@ class AlgorithmConfig(FunctionsConfig):
     advantage_estimator: str = setting("grpo", named=ADVANTAGE_ESTIMATORS)
     """How rewards become advantages. {names}; or your own as "package.module:function"."""
 
-    grpo_norm_by_std: bool = setting(True, used_by=chosen("advantage_estimator", "grpo", "pass_at_k"))
-    """grpo, pass_at_k: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
+    grpo_norm_by_std: bool = setting(
+        True, used_by=chosen("advantage_estimator", "grpo", "pass_at_k", "turn_grpo", "gigpo")
+    )
+    """grpo, pass_at_k, turn_grpo, gigpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
     """Standardize advantages over all trained tokens of the batch."""
@@ -148,7 +150,7 @@ class AlgorithmConfig(FunctionsConfig):
     """Advantages above this are lowered to it; unset: none."""
 
     gamma: float = setting(1.0, range=SHARE, used_by=_DISCOUNTS)
-    """gae, reinforce++ and what a critic learns: discount of a reward per trained token that it comes later."""
+    """gae, reinforce++ and what a critic learns: discount of a reward per trained token that it comes later. gigpo: per turn."""
 
     lambd: float = setting(1.0, range=SHARE, used_by=CRITIC)
     """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""

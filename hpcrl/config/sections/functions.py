@@ -41,6 +41,9 @@ ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "opo": Named("the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585)", ()),
     "remax": Named("the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)", ()),
     "gdpo": Named("several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242)", ("rewards",)),
+    "turn_grpo": Named("the rewards from each turn on, each against the mean over all turns of its group (GRPO with process supervision, arXiv:2402.03300)", ("grpo_norm_by_std",)),
+    "gigpo": Named("the sample against its group, and each turn against those that the group took in the same state (GiGPO, arXiv:2505.10978)", ("gamma", "grpo_norm_by_std", "step_weight", "episode_weight",)),
+    "rae": Named("the reward against a moving mean of those of its data source and role (role-conditioned advantages of SPIRAL, arXiv:2506.24119)", ("decay",)),
     "reinforce++": Named("the discounted rewards from each token on, whitened over the batch (REINFORCE++, arXiv:2501.03262)", ("gamma",)),
     "reinforce++_baseline": Named("the reward against the mean of its group, whitened over the tokens of the batch (REINFORCE++ with a baseline, arXiv:2501.03262)", ()),
     "gae": Named("generalized advantages against a critic, whitened over the batch (GAE, arXiv:1506.02438)", ("gamma", "lambd", "length_alpha",)),
@@ -180,6 +183,21 @@ class PassAtKConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GigpoConfig:
+    step_weight: float = setting(1.0, range=NOT_NEGATIVE)
+    """gigpo: weight of the part that compares turns in the same state (arXiv:2505.10978, whose authors use 1)."""
+
+    episode_weight: float = setting(1.0, range=NOT_NEGATIVE)
+    """gigpo: weight of the part that compares whole samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaeConfig:
+    decay: float = setting(0.95, range=SHARE)
+    """rae: what is left of a moving mean after one sample (arXiv:2506.24119, whose authors use 0.95)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GaeConfig:
     length_alpha: float = setting(0.0, range=NOT_NEGATIVE)
     """gae: makes the lambda of a sample's advantages 1 - 1 / (length_alpha * its trained tokens), at least 0, instead of lambd (VAPO, arXiv:2504.05118). Its authors use 0.05; 0: lambd for all."""
@@ -206,5 +224,9 @@ class FunctionsConfig:
     m2po: M2poConfig = section(M2poConfig, used_by=chosen("policy_loss_type", "m2po"))
 
     pass_at_k: PassAtKConfig = section(PassAtKConfig, used_by=chosen("advantage_estimator", "pass_at_k"))
+
+    gigpo: GigpoConfig = section(GigpoConfig, used_by=chosen("advantage_estimator", "gigpo"))
+
+    rae: RaeConfig = section(RaeConfig, used_by=chosen("advantage_estimator", "rae"))
 
     gae: GaeConfig = section(GaeConfig, used_by=chosen("advantage_estimator", "gae"))

@@ -355,7 +355,7 @@ class GeneratorConfig:
     """End a turn as the chat template does, with tokens that are not trained, where a stop text, the length or the environment ended it. The last turn stays as it is."""
 
     step_wise_trajectories: bool = setting(False, used_by=RL, on_change=OTHER_GROUPS)
-    """Train each turn on its own, after the conversation so far as the chat template renders it again. The reward of a sample is that of its last turn, and its advantage is that of all its turns."""
+    """Train each turn on its own, after the conversation so far as the chat template renders it again. The reward of a sample is that of its last turn, and its advantage is that of all its turns, unless turns or roles are compared."""
 
     zero_reward_on_non_stop: bool = setting(False, on_change=OBJECTIVE)
     """Samples that neither an end token nor a stop text ended get reward 0, in evaluation too."""

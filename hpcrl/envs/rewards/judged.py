@@ -9,7 +9,7 @@ from statistics import mean
 from hpcrl.config.sections.environment import REWARD_MODEL, EnvironmentConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import Response
-from hpcrl.types import GroupMeta
+from hpcrl.types import GroupMeta, TurnMeta
 
 
 def rewarded_later(_response: Response) -> Turn:
@@ -61,7 +61,16 @@ class JudgedRewards:
                 raw_reward=sample.raw_reward + value,
                 env_metrics=sample.env_metrics if score is None else {**sample.env_metrics, REWARD_MODEL: score},
                 model_reward=None if score is None and not one else reward - sample.reward,
+                turns=_with_reward(sample.turns, reward - sample.reward),
             )
             for sample, reward, value, score, one in zip(group.samples, rewards, worth, scores, failed, strict=True)
         ]
         return replace(group, samples=samples, judged=True)
+
+
+def _with_reward(turns: Sequence[Sequence[TurnMeta]], reward: float) -> Sequence[Sequence[TurnMeta]]:
+    """Return the turns of a sample with a further reward of the last one."""
+    if not (turns and turns[-1]):
+        return turns
+    last = turns[-1][-1]
+    return [*turns[:-1], [*turns[-1][:-1], last._replace(reward=last.reward + reward)]]

@@ -29,6 +29,7 @@ from hpcrl.rollout.endpoint.thoughts import divided
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.transcript import Transcript
+from hpcrl.rundir.commit import digest_of
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import StopReason
 
@@ -420,11 +421,13 @@ class Session:
                 path.append(parent)
             row = Transcript(path[-1].prompt)
             for one in reversed(path):
+                asked = one.prompt[len(row.token_ids) if one.parent else 0 :]
                 row.add_context(one.prompt[len(row.token_ids) :])
                 if one in trained:
                     row.add_context(one.said.token_ids)
                 else:
                     row.add_response(one.said)
+                    row.end_turn("", digest_of(json.dumps(asked).encode()))
             trained.update(path)
             rows.append(row)
         return rows

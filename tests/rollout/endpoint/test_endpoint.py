@@ -177,6 +177,11 @@ def test_a_rewritten_past_is_a_further_row_and_nothing_is_trained_twice(
     assert [row.rewards.sum() for row in rows] == [0.0, 0.0, 1.0]
     meta = group.meta(0, "path")
     assert (meta.owners, meta.rewards) == ([0] * 3, [1.0])
+    turns = meta.samples[0].turns
+    assert [[(turn.end, turn.reward) for turn in row] for row in turns][1:] == [
+        [(len(row.token_ids), reward)] for row, reward in zip(rows[1:], (0.0, 1.0), strict=True)
+    ]
+    assert [turn.anchor for row in turns for turn in row] == [0, 1, 2, 3], "what is new in each request"
     check_file(group, tmp_path)
 
 
