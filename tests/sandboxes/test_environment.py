@@ -24,34 +24,16 @@ from hpcrl.errors import ConfigError, DataError, SandboxError, UserCodeError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.sandboxes.images import ImageStore
-from hpcrl.sandboxes.local import local_sandboxes
 from hpcrl.types import Prompt, Work
 from tests.golden.adapters.rollout import Engine, Letters
 from tests.paths import ROOT
-from tests.sandboxes.material import PATIENCE_S, make_rootfs
+from tests.sandboxes.material import PATIENCE_S
 from tests.sandboxes.test_images import docker_archive
 
 PAGE = ROOT / "docs" / "environments" / "sandbox.md"
 ROW = json.loads(rows_of("sandbox").read_text().splitlines()[0])
 FILE = f"/repo/{ROW['task']}.py"
 Make = Callable[..., SandboxEnvironment]
-
-
-@pytest.fixture(scope="module")
-def sandboxes(user: Path) -> Iterator[Sandboxes]:
-    root, temporary = user / "root", user / "temporary"
-    temporary.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(temporary))
-        rootfs, packed = make_rootfs(user / "rootfs"), io.BytesIO()
-        (rootfs / "srv").mkdir()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            tar.add(rootfs, ".")
-        ImageStore(root).add("python", rootfs)
-        ImageStore(root).add("placed", docker_archive(user / "placed.tar", packed.getvalue()))
-        with local_sandboxes(root, 3) as served:
-            yield served
-        assert not list(temporary.iterdir()), "it has left something"
 
 
 @pytest.fixture
@@ -110,7 +92,12 @@ def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None
     assert shell(one, "cat /dev/zero").endswith("(ended: output)")
 
 
-def test_work_goes_on_without_the_directory_of_the_image(make: Make) -> None:
+def test_work_goes_on_without_the_directory_of_the_image(make: Make, user: Path) -> None:
+    packed = io.BytesIO()
+    (user / "rootfs" / "srv").mkdir()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.add(user / "rootfs", ".")
+    ImageStore(user / "root").add("placed", docker_archive(user / "placed.tar", packed.getvalue()))
     one = make({**ROW, "image": "placed", "directory": None})
     assert shell(one, "pwd") == "/srv"
     assert shell(one, "cd /; rm -r /srv; mkdir /a") == "(no output)"
