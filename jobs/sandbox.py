@@ -25,12 +25,11 @@ from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter, ending_
 from hpcrl.runtime.token import of_process, read_token
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.node import NodeSandboxes
-from hpcrl.sandboxes.sandbox import SandboxLimits, require_ordinary_user
+from hpcrl.sandboxes.sandbox import limits_of, require_ordinary_user
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
 _LOOK_S = 0.2
-_GB = 2**30
 
 
 def main(path: str) -> None:
@@ -68,15 +67,12 @@ def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWri
 def make_node(run: Run, config: Config, number: int) -> NodeSandboxes:
     """Return the sandboxes of this node, as slurm.sandboxes asks for them."""
     asked = config.slurm.sandboxes
-    limits = SandboxLimits(
-        int(asked.memory_gb * _GB), int(asked.disk_gb * _GB), files=asked.files, processes=asked.processes
-    )
     return NodeSandboxes(
         ImageStore(run.root),
         SnapshotStore(run.snapshots),
         asked.per_node if number < asked.nodes else asked.per_rollout_node,
         float(asked.lease_seconds),
-        limits,
+        limits_of(asked),
         frozenset(asked.network),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from hpcrl.config.sections.environment import SandboxToolsConfig
@@ -17,6 +18,7 @@ from hpcrl.envs.tools.sandboxes import Sandboxes, SandboxLost
 from hpcrl.errors import ConfigError, DataError, SandboxError, UserCodeError
 
 _NAME = "sandbox"
+_TRIES = 3
 _COUNTED: tuple[str, ...] = ("calls", "failed_calls")
 
 
@@ -111,16 +113,24 @@ class SandboxEnvironment(Environment):
         self._place = Workplace(sandbox, directory, self._config.command_seconds)
 
     def _answer(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return the answer to a tool call, whose changes are then in a snapshot. Where the sandbox is lost, it is called in another one."""
         place = self._working()
-        whole = not place.changed  # the last snapshot has all
-        try:
-            return place.answer(name, arguments)
-        except SandboxLost as error:
-            if not whole:
-                raise UserCodeError(f"the sandbox of {self._task.name} is lost with its changes: {error}") from error
-        self.close()
-        self._begin(place.directory)
-        return self._working().answer(name, arguments)
+        whole, directory = not place.changed, place.directory  # the last snapshot has all
+        for left in reversed(range(_TRIES)):
+            try:
+                said = self._working().answer(name, arguments)
+                if self._left > 0:
+                    with suppress(SandboxError):  # more than a sandbox may have
+                        self._kept()
+                return said
+            except SandboxLost as error:
+                if not whole or not left:
+                    raise UserCodeError(
+                        f"the sandbox of {self._task.name} is lost with its changes: {error}"
+                    ) from error
+            self.close()
+            self._begin(directory)
+        raise AssertionError("there is at least one try")
 
     def _judged(self, *, submitted: bool) -> Turn:
         try:
