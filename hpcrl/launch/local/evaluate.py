@@ -207,7 +207,7 @@ def _evaluate(
         "sampling": asdict(config.generator.eval_sampling),
     }
     if config.sandbox_servers:
-        asked["root"] = str(root if subject.run is None else subject.run.root)
+        asked["root"] = str((root if subject.run is None else subject.run.root).absolute())
     write_json(place.path / "evaluation.json", asked)
     if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model.path)):
         report(f"exporting {subject.checkpoint.name}")
