@@ -49,7 +49,7 @@ agents: $(VENV)/installed
 	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
 	$(PYTHON) -m venv $(VENV)-agents/mini
 	$(VENV)-agents/mini/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.110.2
-	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
+	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents tests/sandboxes
 
 # In an environment of its own: it wants Python 3.12 or later, and older versions of torch and transformers than the lock has.
 lerobot: $(VENV)/installed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import AgentConfig, AgentServiceConfig, SkyRLGymConfig
@@ -25,6 +27,7 @@ from hpcrl.envs.tasks.agent import Agent
 from hpcrl.envs.tools.sandboxes import Sandboxes, SandboxLost
 from hpcrl.errors import ConfigError, DataError, UserCodeError
 from hpcrl.sandboxes import sandbox as module
+from tests.paths import ROOT
 from tests.sandboxes.material import PATIENCE_S
 
 TESTS = {"command": "cat fixed && echo 0.25 > /logs/verifier/reward.txt", "scoring": "file", "seconds": 60}
@@ -79,7 +82,13 @@ def test_tests_decide_over_what_a_program_has_done_in_its_sandbox(play: Callable
     assert play("true").reward == 0.0, "nothing is fixed"
 
 
+PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+BOX = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0])["environment"]
+BUBBLEWRAP = ["--bind", "/a", "/a", "--chdir", "/a", "--setenv", "A", "b", "bash", "-c", "pwd; echo 'a  b'"]
+"""What mini-swe-agent starts bubblewrap with."""
+
 COMMANDS = [
+    (shlex.join([BOX["executable"], *BOX["wrapper_args"], *BUBBLEWRAP]), 0, "/repo\na  b\n", ""),
     ("sandbox exec sh -c 'echo out; echo err >&2; exit 7'", 7, "out\n", "err\n"),
     ("echo in | sandbox exec -i cat", 0, "in\n", ""),
     ("echo in | sandbox exec cat", 0, "", ""),
