@@ -51,7 +51,7 @@ agents: $(VENV)/installed
 	$(PYTHON) -m venv $(VENV)-agents/mini
 	$(VENV)-agents/mini/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.110.2
 	$(BIN)/pip install --quiet --target $(VENV)-agents/reasoning_gym --upgrade reasoning-gym==0.1.25
-	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents
+	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents tests/sandboxes
 
 # In an environment of its own: it wants Python 3.12 or later, and older versions of torch and transformers than the lock has.
 lerobot: $(VENV)/installed

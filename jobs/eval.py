@@ -1,7 +1,7 @@
 """Evaluates a model: python jobs/eval.py DIRECTORY, which `hpcrl eval` has made (hpcrl/launch/local/evaluate.py)
 
 consumes   config.toml and evaluation.json of the directory, the model and the datasets that config.toml names
-waits for  its own engine
+waits for  its own engine; serves sandboxes, where config.toml asks for some
 produces   results.json and report.md; samples and scores in evals/v<version>/0.jsonl
 ends       with 0 when all prompts are evaluated; with the exit code of hpcrl/errors.py otherwise. The engine never outlives it
 """
@@ -13,12 +13,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.family import family_of
 from hpcrl.config.sections.generator import NODE
 from hpcrl.controller.evaluation import evaluation_work
+from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import HpcrlError
 from hpcrl.launch.agent.environment import raise_open_files
 from hpcrl.launch.agent.network import node_address
@@ -29,6 +31,7 @@ from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.sandboxes.local import configured_sandboxes
 from hpcrl.types import GroupMeta
 
 
@@ -40,8 +43,10 @@ def main(path: str) -> None:
     assert request is not None, directory.path
     status = StatusWriter(directory, "eval", 0)
     status.write("starting engine")
-    with launched(directory, config, directory.log(0, "engine"), trains=False) as engine:
-        groups, facts = evaluate(directory, config, request["version"], engine, status)
+    with ExitStack() as stack:
+        sandboxes = stack.enter_context(configured_sandboxes(config.slurm.sandboxes, request.get("root")))
+        engine = stack.enter_context(launched(directory, config, directory.log(0, "engine"), trains=False))
+        groups, facts = evaluate(directory, config, request["version"], engine, status, sandboxes)
     failures = [failure for group in groups for failure in group.failures]
     write_results(
         directory, {**request, **facts, "failures": failures, **results_of(groups, config.generator.success_reward)}
@@ -50,7 +55,7 @@ def main(path: str) -> None:
 
 
 def evaluate(
-    directory: Run, config: Config, version: int, engine: Launched, status: StatusWriter
+    directory: Run, config: Config, version: int, engine: Launched, status: StatusWriter, sandboxes: Sandboxes | None
 ) -> tuple[list[GroupMeta], dict[str, Any]]:
     """Return the finished groups, and the results beside the scores: prompts that were too long, seconds."""
     # torch and transformers take seconds to import, while the engine starts
@@ -78,9 +83,8 @@ def evaluate(
         if finished * 10 // len(work) != (finished - 1) * 10 // len(work):
             status.write(f"{finished} of {len(work)} prompts")
 
-    groups = asyncio.run(
-        evaluate(directory, engine, loaded.maker(), loaded.decode, work, version, generator, on_finished)
-    )
+    maker = loaded.maker(sandboxes=sandboxes)
+    groups = asyncio.run(evaluate(directory, engine, maker, loaded.decode, work, version, generator, on_finished))
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
 
 

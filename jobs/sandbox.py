@@ -27,12 +27,11 @@ from hpcrl.runtime.token import of_process, read_token
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.node import NodeSandboxes
 from hpcrl.sandboxes.probe import expect_sandboxes
-from hpcrl.sandboxes.sandbox import NoSandboxes, SandboxLimits
+from hpcrl.sandboxes.sandbox import NoSandboxes, limits_of
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
 _LOOK_S = 0.2
-_GB = 2**30
 
 
 def main(path: str) -> None:
@@ -75,15 +74,12 @@ def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWri
 def make_node(run: Run, config: Config, number: int) -> NodeSandboxes:
     """Return the sandboxes of this node, as slurm.sandboxes asks for them."""
     asked = config.slurm.sandboxes
-    limits = SandboxLimits(
-        int(asked.memory_gb * _GB), int(asked.disk_gb * _GB), files=asked.files, processes=asked.processes
-    )
     return NodeSandboxes(
         ImageStore(run.root),
         SnapshotStore(run.snapshots),
         asked.per_node if number < asked.nodes else asked.per_rollout_node,
         float(asked.lease_seconds),
-        limits,
+        limits_of(asked),
         frozenset(asked.network),
     )
 

@@ -58,10 +58,11 @@ def _eval(arguments: argparse.Namespace) -> int:
             f"--data: expected a dataset of prompts, found settings alone, {' '.join(settings)}; expected {order}"
         )
     settings = [*behind, *arguments.settings]
-    subject = find_subject(arguments.subject, arguments.checkpoint, arguments.root or default_root())
+    root = arguments.root or default_root()
+    subject = find_subject(arguments.subject, arguments.checkpoint, root)
     config = configured(subject, data, arguments.n, [Path(file) for file in files], settings)
     place = (arguments.output or default_place(subject)).absolute()
-    results = evaluate(subject, config, Run(place), to_stderr)
+    results = evaluate(subject, config, Run(place), to_stderr, root)
     if arguments.json:
         print(dumps(results, indent=2))
         return 0

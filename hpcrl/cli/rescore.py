@@ -38,13 +38,14 @@ def _rescore(arguments: argparse.Namespace) -> int:
     from hpcrl.observe.eval_report import summary
     from hpcrl.rundir.layout import Run, default_root
 
-    evaluation = find_evaluation(arguments.evaluation, arguments.root or default_root())
+    root = arguments.root or default_root()
+    evaluation = find_evaluation(arguments.evaluation, root)
     config = Config.from_toml([evaluation.run.config], arguments.settings).largest()
     place = Run((arguments.output or _default_place(evaluation)).absolute())
     if place.path.exists():
         raise RunError(f"{place.path} exists; move it away, or choose another --output")
     with made_for(config.slurm.readable_by, place.path):  # before rewards are paid for
-        results = _scored(evaluation, config, place)
+        results = _scored(evaluation, config, place, root)
     if arguments.json:
         print(dumps(results, indent=2))
         return 0
@@ -61,7 +62,7 @@ def _default_place(evaluation: Evaluation) -> Path:
     return run.evaluations / f"v{evaluation.version:06d}-rescored-{stamp}"
 
 
-def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any]:
+def _scored(evaluation: Evaluation, config: Config, place: Run, root: Path) -> dict[str, Any]:
     import asyncio
     from dataclasses import asdict
     from json import dumps
@@ -73,6 +74,7 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
     from hpcrl.rundir.commit import read_json, write_json, write_text
     from hpcrl.rundir.eval_dumps import dumped_samples
     from hpcrl.rundir.records import append_text
+    from hpcrl.sandboxes.local import configured_sandboxes
 
     run, generator, began = evaluation.run, config.generator, time.monotonic()
     _, samples = dumped_samples(run, evaluation.version)
@@ -80,11 +82,15 @@ def _scored(evaluation: Evaluation, config: Config, place: Run) -> dict[str, Any
         config.data, config.environment, generator.max_turns, offline=config.trainer.offline
     )
     prompts = prompts_of({group_id: line for (group_id, _), line in samples.items()}, all_prompts)
-    found = asyncio.run(rescore(samples, prompts, config.environment, generator))
+    asked = read_json(run.path / "evaluation.json")
+    images = run.root if asked is None else asked.get("root", root)  # as they were evaluated with
+    with configured_sandboxes(config.slurm.sandboxes, images) as sandboxes:
+        most = config.slurm.sandboxes.most_of_a_node
+        found = asyncio.run(rescore(samples, prompts, config.environment, generator, sandboxes, most or None))
     by_group: dict[str, list[dict[str, Any]]] = {}
     for line in found.lines:
         by_group.setdefault(line["group_id"], []).append(line)
-    asked = read_json(run.path / "evaluation.json") or {
+    asked = asked or {
         "subject": run.name,
         "version": evaluation.version,
         "model": str(config.trainer.policy.model.pretrained),

@@ -12,6 +12,7 @@ from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import set_aside
 from hpcrl.data.sources import training_sources, validation_sources
 from hpcrl.envs.registry import common_extras
+from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import DataError, SandboxError, ServiceError, UserCodeError
 from hpcrl.observe.evaluations import response_tokens
 from hpcrl.rollout.env_session import EnvSession, scorer_of
@@ -78,17 +79,21 @@ async def rescore(
     prompts: Mapping[str, Prompt],
     environment: EnvironmentConfig,
     generator: GeneratorConfig,
+    sandboxes: Sandboxes | None = None,
+    at_once: int | None = None,
 ) -> Rescored:
     """Return the samples of an evaluation with the scores that they have now. One that failed stays as it is.
 
     Args:
         samples: by group and place in it.
         prompts: of the groups.
+        sandboxes: that environments may start; None: there are none.
+        at_once: samples that are played at a time at most, such as sandboxes that there are; None: as many as ever.
     """
-    rewards, extras = scorer_of(environment, "eval"), common_extras(environment, generator.max_turns)
+    rewards, extras = scorer_of(environment, "eval"), common_extras(environment, generator.max_turns, sandboxes)
     max_tokens, gym = generator.eval_sampling.max_generate_length, environment.skyrl_gym
     threads = CallThreads(gym.max_env_workers, environment.timeout_seconds) if gym.max_env_workers else None
-    found, room = Rescored(), asyncio.Semaphore(_AT_ONCE)
+    found, room = Rescored(), asyncio.Semaphore(min(_AT_ONCE, at_once or _AT_ONCE))
 
     async def one(group_id: str, line: Line) -> Line:
         if line["stop_reason"] == "failed":

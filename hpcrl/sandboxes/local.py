@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from hpcrl.config.sections.slurm import SandboxesConfig
 from hpcrl.envs.tools.http import Fixed
 from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import ServiceError
@@ -17,6 +18,7 @@ from hpcrl.runtime.scratch import Scratch
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.node import NodeSandboxes
 from hpcrl.sandboxes.probe import expect_sandboxes
+from hpcrl.sandboxes.sandbox import SandboxLimits, limits_of
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
@@ -25,13 +27,16 @@ _LEASE_S = 600.0
 
 
 @contextmanager
-def local_sandboxes(root: Path, most: int, *, network: bool = False) -> Iterator[Sandboxes]:
+def local_sandboxes(
+    root: Path, most: int, *, network: bool | Sequence[str] = False, limits: SandboxLimits | None = None
+) -> Iterator[Sandboxes]:
     """Serve sandboxes of the images of a root of runs, from the first one that is asked for; all end with the block, and their snapshots with
     them. Threads that still wait for one get a ServiceError then.
 
     Args:
         most: sandboxes at a time.
-        network: whether each image may have the network of this machine.
+        network: whether each image may have the network of this machine, or the names of those that may.
+        limits: of each sandbox.
     """
     lock, servers, over = threading.Lock(), list[Fixed](), threading.Event()
     with ExitStack() as stack:
@@ -41,7 +46,7 @@ def local_sandboxes(root: Path, most: int, *, network: bool = False) -> Iterator
                 if over.is_set():
                     raise ServiceError("the sandboxes of this command have ended")
                 if not servers:
-                    servers.append(stack.enter_context(_serving(root, most, network)))
+                    servers.append(stack.enter_context(_serving(root, most, network, limits)))
             return servers
 
         try:
@@ -52,12 +57,30 @@ def local_sandboxes(root: Path, most: int, *, network: bool = False) -> Iterator
 
 
 @contextmanager
-def _serving(root: Path, most: int, network: bool) -> Iterator[Fixed]:
+def configured_sandboxes(asked: SandboxesConfig, root: str | Path | None) -> Iterator[Sandboxes | None]:
+    """Serve the sandboxes of a configuration on this machine, as many as one of its nodes has; yields None where it asks for none.
+
+    Args:
+        root: of runs, whose images they have.
+
+    Raises:
+        SandboxError: this machine, or this user, has no sandboxes.
+    """
+    if root is None or not (most := asked.most_of_a_node):
+        yield None
+        return
+    expect_sandboxes()
+    with local_sandboxes(Path(root), most, network=asked.network, limits=limits_of(asked)) as sandboxes:
+        yield sandboxes
+
+
+@contextmanager
+def _serving(root: Path, most: int, network: bool | Sequence[str], limits: SandboxLimits | None) -> Iterator[Fixed]:
     expect_sandboxes()
     images, token = ImageStore(root), secrets.token_urlsafe(32)
-    named = [image.name for image in images.list()] if network else []
+    named = [image.name for image in images.list()] if network is True else network or []
     scratch, listener = Scratch("snapshots"), bind(_ADDRESS)
-    node = NodeSandboxes(images, SnapshotStore(scratch.path / "kept"), most, _LEASE_S, network=named)
+    node = NodeSandboxes(images, SnapshotStore(scratch.path / "kept"), most, _LEASE_S, limits, named)
     loop, over = asyncio.new_event_loop(), asyncio.Event()
     serve = serve_sandboxes(node, Bearer(token), listener, over.wait())
     thread = threading.Thread(target=loop.run_until_complete, args=(serve,), name="sandboxes")

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from hpcrl.config.sections.slurm import SandboxesConfig
 from hpcrl.errors import DataError, SandboxError
 from hpcrl.sandboxes import inside
 from hpcrl.sandboxes.inside import LONGEST_MESSAGE, receive, send
@@ -41,6 +42,7 @@ _START_S, _TRANSFER_S, _GRACE_S = 120.0, 120.0, 2.0
 _PIECE, _MOST_PIECES = 1 << 16, 64
 ORDINARY_USER = "an ordinary user"
 _NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
+_GB = 1 << 30
 _END_OF_INPUT = b"\x04"
 
 
@@ -75,6 +77,11 @@ class SandboxLimits:
     disk: int = 2 << 30
     files: int = 200_000
     processes: int = 256
+
+
+def limits_of(asked: SandboxesConfig) -> SandboxLimits:
+    """Return the limits that a configuration asks for."""
+    return SandboxLimits(int(asked.memory_gb * _GB), int(asked.disk_gb * _GB), asked.files, asked.processes)
 
 
 @dataclass(frozen=True)

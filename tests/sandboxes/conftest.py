@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.runtime.http_server import Bearer, bind
 from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.local import local_sandboxes
 from hpcrl.sandboxes.node import NodeSandboxes
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
 from hpcrl.sandboxes.server import serve_sandboxes
@@ -63,6 +65,19 @@ def store(image: Path, user: Path) -> ImageStore:
     store = ImageStore(user / "runs")
     store.add("tiny", image, temporary=user)
     return store
+
+
+@pytest.fixture(scope="module")
+def sandboxes(user: Path) -> Iterator[Sandboxes]:
+    """Sandboxes of `user / "root"`, whose image "python" has the files of `user / "rootfs"`."""
+    root, temporary = user / "root", user / "temporary"
+    temporary.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(temporary))
+        ImageStore(root).add("python", make_rootfs(user / "rootfs", ["bash"]))
+        with local_sandboxes(root, 3) as served:
+            yield served
+        assert not list(temporary.iterdir()), "it has left something"
 
 
 @pytest.fixture

@@ -14,45 +14,30 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
+from hpcrl.config.sections.slurm import SandboxesConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.examples import rows_of
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.tasks.sandbox import SandboxEnvironment
 from hpcrl.envs.terminal import tools
 from hpcrl.envs.tools.sandboxes import Sandboxes
-from hpcrl.errors import ConfigError, DataError, SandboxError, UserCodeError
+from hpcrl.errors import ConfigError, DataError, SandboxError, ServiceError, UserCodeError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
+from hpcrl.rollout.rescore import rescore
 from hpcrl.sandboxes.images import ImageStore
-from hpcrl.sandboxes.local import local_sandboxes
+from hpcrl.sandboxes.local import configured_sandboxes
 from hpcrl.types import Prompt, Work
 from tests.golden.adapters.rollout import Engine
 from tests.golden.letters import Letters
 from tests.paths import ROOT
-from tests.sandboxes.material import PATIENCE_S, make_rootfs
+from tests.sandboxes.material import PATIENCE_S
 from tests.sandboxes.test_images import docker_archive
 
 PAGE = ROOT / "docs" / "environments" / "sandbox.md"
 ROW = json.loads(rows_of("sandbox").read_text().splitlines()[0])
 FILE = f"/repo/{ROW['task']}.py"
 Make = Callable[..., SandboxEnvironment]
-
-
-@pytest.fixture(scope="module")
-def sandboxes(user: Path) -> Iterator[Sandboxes]:
-    root, temporary = user / "root", user / "temporary"
-    temporary.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(temporary))
-        rootfs, packed = make_rootfs(user / "rootfs"), io.BytesIO()
-        (rootfs / "srv").mkdir()
-        with tarfile.open(fileobj=packed, mode="w") as tar:
-            tar.add(rootfs, ".")
-        ImageStore(root).add("python", rootfs)
-        ImageStore(root).add("placed", docker_archive(user / "placed.tar", packed.getvalue()))
-        with local_sandboxes(root, 3) as served:
-            yield served
-        assert not list(temporary.iterdir()), "it has left something"
 
 
 @pytest.fixture
@@ -111,7 +96,12 @@ def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None
     assert shell(one, "cat /dev/zero").endswith("(ended: output)")
 
 
-def test_work_goes_on_without_the_directory_of_the_image(make: Make) -> None:
+def test_work_goes_on_without_the_directory_of_the_image(make: Make, user: Path) -> None:
+    packed = io.BytesIO()
+    (user / "rootfs" / "srv").mkdir()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.add(user / "rootfs", ".")
+    ImageStore(user / "root").add("placed", docker_archive(user / "placed.tar", packed.getvalue()))
     one = make({**ROW, "image": "placed", "directory": None})
     assert shell(one, "pwd") == "/srv"
     assert shell(one, "cd /; rm -r /srv; mkdir /a") == "(no output)"
@@ -266,6 +256,9 @@ def test_a_lost_sandbox_begins_again_where_nothing_is_lost(make: Make) -> None:
     one._working().sandbox.end()
     assert shell(one, "cat /repo/kept; echo more > /repo/kept") == "kept"
     one._working().sandbox.end()
+    assert shell(one, "cat /repo/kept") == "more", "also without a question for the state"
+    one._working().changed = True  # by what no snapshot could take
+    one._working().sandbox.end()
     with pytest.raises(UserCodeError, match="lost with its changes"):
         one.step(call("shell", command="cat /repo/kept"))
 
@@ -324,6 +317,39 @@ def test_a_group_is_generated_with_sandboxes(sandboxes: Sandboxes) -> None:
         assert sample.env_metrics["solved"] == reward
         assert sample.rewards.tolist() == [0.0] * (len(sample.rewards) - 1) + [reward]
         assert int(sample.loss_mask.sum()) == sum(len(text) + 1 for text in said)
+
+
+def test_samples_of_an_evaluation_are_played_again(sandboxes: Sandboxes, user: Path) -> None:
+    """As `hpcrl rescore` does: what the policy has said is called again in new sandboxes, and the tests of the row as it is now decide."""
+    prompts = {"g0": Prompt("row0", ROW["prompt"], "sandbox", judged_by("test -e /made"))}
+    made = [{"role": "assistant", "content": call("shell", command="echo > /made")}, {"role": "tool", "content": ""}]
+    line = {"group_id": "g0", "stop_reason": "stop", "parts": [{"by": "policy", "tokens": 9}], "score": 0.5}
+    samples = {
+        ("g0", at): {**line, "response": [*said, {"role": "assistant", "content": "Done."}]}
+        for at, said in enumerate((made, []))
+    }
+    sections = EnvironmentConfig(), GeneratorConfig(max_turns=4)
+    found = asyncio.run(rescore(samples, prompts, *sections, sandboxes, 1))
+    assert ([one["score"] for one in found.lines], found.failures) == ([1.0, 0.0], [])
+    with (
+        configured_sandboxes(SandboxesConfig(), user) as none,
+        pytest.raises(ConfigError, match=re.escape("[slurm.sandboxes]")),
+    ):
+        asyncio.run(rescore(samples, prompts, *sections, none))
+
+
+def test_the_sandboxes_of_a_configuration(user: Path, sandboxes: Sandboxes) -> None:  # noqa: ARG001 - makes the image
+    asked = SandboxesConfig(nodes=3, per_node=1, network=["python"], files=40)
+    with configured_sandboxes(asked, user / "root") as served:
+        assert served is not None
+        one = served.start("python", network=True)
+        with pytest.raises(ServiceError, match="at most 1"):
+            served.start("python", wait_s=0.0)
+        many = one.run(
+            ["sh", "-c", "i=0; while [ $i -lt 60 ]; do echo > /f$i || exit 3; i=$((i + 1)); done"], PATIENCE_S
+        )
+        assert many.code, "files has no effect"
+        one.end()
 
 
 def test_the_page_goes_as_it_says(make: Make) -> None:

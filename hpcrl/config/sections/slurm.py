@@ -252,6 +252,11 @@ class SandboxesConfig:
     extra: dict[str, Any] = setting({}, check=_SBATCH)
     """Further sbatch options by their long names; true: an option without a value."""
 
+    @property
+    def most_of_a_node(self) -> int:
+        """Sandboxes at a time at most on any node; 0: there are none."""
+        return max(self.per_node if self.nodes else 0, self.per_rollout_node)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig:

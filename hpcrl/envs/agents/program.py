@@ -16,13 +16,16 @@ _HANDED_ON = "APPTAINERENV_"  # what Apptainer hands on under the name without i
 _IN_DIRECTORY = ("sh", "-c", 'cd "$0" && exec "$@"')
 
 
-def variables(endpoint: Endpoint) -> dict[str, str]:
+def variables(endpoint: Endpoint, programs: str) -> dict[str, str]:
     """Return the environment of a program that asks at an endpoint: this process's own, without what concerns the run.
 
     `python` is the Python of the run, and no proxy stands between the program and the policy.
+
+    Args:
+        programs: directory of further programs that it finds.
     """
     own = {name: value for name, value in os.environ.items() if not name.startswith(_KEPT_BACK)}
-    path = os.pathsep.join([os.path.dirname(sys.executable), own.get("PATH") or os.defpath])
+    path = os.pathsep.join([programs, os.path.dirname(sys.executable), own.get("PATH") or os.defpath])
     return {**own, "PATH": path, **_direct(own, endpoint), **_asked(endpoint)}
 
 

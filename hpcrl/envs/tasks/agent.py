@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.config.sections.environment import AgentConfig
 from hpcrl.envs.agents.program import contained, variables
+from hpcrl.envs.agents.sandboxed import AgentSandbox
 from hpcrl.envs.agents.score import EXPECTED, LONGEST_SCORE, read_score
 from hpcrl.envs.agents.service import AgentService
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
@@ -22,6 +23,7 @@ from hpcrl.envs.tools.python import discard_tree
 from hpcrl.envs.tools.supervised import run_supervised
 from hpcrl.errors import UserCodeError
 
+_HIDDEN = "tests", "solution"  # what a policy that reaches the program's files is not to see
 _SETTING = "environment.skyrl_gym.agent"
 
 
@@ -36,29 +38,46 @@ class Agent(AgentEnvironment):
         HPCRL_ROW                               a JSON file: the columns of the row, with its messages as `prompt`
         HPCRL_REWARD                            the JSON file that it is to write: `reward`, and if it likes `metrics`, an object of numbers
 
+    Where the row has an `image`, the sample has a sandbox: the program finds the command `sandbox` on its PATH, and HPCRL_SANDBOX. Tests of
+    the row decide then, in a fresh sandbox with what was changed.
+
     A service that keeps agents running gets the same, and answers with the reward or posts it to the endpoint.
 
     Args:
         extras: the row; `reward_spec.ground_truth` where `agent.reward_function` compares with it.
 
     Raises:
-        DataError: the row lacks a ground truth.
+        DataError: the row lacks a ground truth, or has a task that cannot be read.
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
         self._config: AgentConfig = extras["skyrl_gym"].agent
         self._environment = extras["environment"]
         self._row = {name: value for name, value in extras.items() if not is_dataclass(value) and name != "sandboxes"}
+        given = not self._config.service.url and extras.get("image")
+        self._sandbox = AgentSandbox(extras) if given else None
+        if self._sandbox:
+            self._row = {name: value for name, value in self._row.items() if name not in _HIDDEN}
         for name in self._config.reward_function:
             if name in GROUND_TRUTHS:
                 GROUND_TRUTHS[name](truth_of(extras))
+
+    def init(self, messages: Messages) -> Messages:
+        """Start the sandbox of the sample, if it has one.
+
+        Raises:
+            ConfigError: the run has no sandboxes.
+        """
+        if self._sandbox:
+            self._sandbox.start()
+        return messages
 
     def play(self, messages: Messages, endpoint: Endpoint) -> Turn:
         """Have the agent play to its end.
 
         Raises:
             UserCodeError: it failed, or left no reward.
-            ServiceError: the service did.
+            ServiceError: the service did, or the sandbox is lost.
             ConfigError: the file with the service's token cannot be used.
         """
         row = {**self._row, "prompt": messages}
@@ -70,23 +89,39 @@ class Agent(AgentEnvironment):
         finally:
             discard_tree(home)
 
+    def close(self) -> None:
+        if self._sandbox:
+            self._sandbox.end()
+
     def _run(self, home: Path, row: dict[str, Any], endpoint: Endpoint) -> Turn:
         work, asked, reward = home / "work", home / "row.json", home / "reward.json"
         work.mkdir()
         asked.write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
         files = {"HPCRL_ROW": str(asked), "HPCRL_REWARD": str(reward)}
-        command, environment = self._config.command, variables(endpoint) | files
+        if self._sandbox:
+            files |= self._sandbox.offer(home)
+        command, environment = self._config.command, variables(endpoint, str(home / "bin")) | files
         if self._config.container.kind != "none":
             command, environment = contained(self._config.container, command, home, endpoint, files)
         ran = run_supervised(command, environment, work, endpoint.ended)
         if ran.code is None:
             raise UserCodeError("its program was ended")
-        if self._config.reward == "exit_code" and not self._config.reward_function:
+        if self._sandbox:
+            self._sandbox.expect()
+        exit_code = self._config.reward == "exit_code" and not self._config.reward_function
+        if ran.code != 0 and not exit_code:
+            raise UserCodeError(f"its program ended with exit code {ran.code}: {self._shown(ran.output, endpoint)}")
+        if self._sandbox and self._sandbox.decides:
+            return self._sandbox.judged()
+        if exit_code:
             return Turn([], float(ran.code == 0), done=True)
-        if ran.code != 0:
-            printed = ran.output.replace(endpoint.key, "…") or "it printed nothing"
-            raise UserCodeError(f"its program ended with exit code {ran.code}: {printed}")
         return self._judged(row["prompt"], endpoint) if self._config.reward_function else _reward(reward)
+
+    def _shown(self, output: str, endpoint: Endpoint) -> str:
+        """Return what a program printed, without the keys of its sample."""
+        for key in (endpoint.key, *([self._sandbox.key] if self._sandbox else [])):
+            output = output.replace(key, "…")
+        return output or "it printed nothing"
 
     def _judged(self, messages: Messages, endpoint: Endpoint) -> Turn:
         weights = self._config.reward_function

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from hpcrl.config.sections.environment import SandboxToolsConfig
 from hpcrl.envs.base import Environment, Messages, Turn
 from hpcrl.envs.terminal.calls import CallError, first_call
 from hpcrl.envs.terminal.judge import TaskVerdict, judge, start_again, start_task
-from hpcrl.envs.terminal.task import task_of
+from hpcrl.envs.terminal.task import expect_time, task_of
 from hpcrl.envs.terminal.tools import Workplace, asked, is_submit
 from hpcrl.envs.tools.columns import lacking
 from hpcrl.envs.tools.sandboxes import Sandboxes, SandboxLost
 from hpcrl.errors import ConfigError, DataError, SandboxError, UserCodeError
 
 _NAME = "sandbox"
+_TRIES = 3
 _COUNTED: tuple[str, ...] = ("calls", "failed_calls")
 
 
@@ -39,12 +41,7 @@ class SandboxEnvironment(Environment):
         if self._task.tests is None:
             raise lacking(_NAME, "tests", "an object with a `command`", None)
         self._tests = self._task.tests
-        limit = extras["environment"].timeout_seconds
-        if limit and self._tests.seconds >= limit:
-            raise DataError(
-                f"{_NAME}: the tests of {self._task.name} may take {self._tests.seconds:g} s, and environment.timeout_seconds is {limit:g}; "
-                "raise it, or lower `seconds` of the column `tests`"
-            )
+        expect_time(self._task, extras["environment"].timeout_seconds)
         self._config: SandboxToolsConfig = extras["skyrl_gym"].sandbox
         self._left: int = extras["max_turns"]
         self._metrics: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
@@ -116,16 +113,24 @@ class SandboxEnvironment(Environment):
         self._place = Workplace(sandbox, directory, self._config.command_seconds)
 
     def _answer(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return the answer to a tool call, whose changes are then in a snapshot. Where the sandbox is lost, it is called in another one."""
         place = self._working()
-        whole = not place.changed  # the last snapshot has all
-        try:
-            return place.answer(name, arguments)
-        except SandboxLost as error:
-            if not whole:
-                raise UserCodeError(f"the sandbox of {self._task.name} is lost with its changes: {error}") from error
-        self.close()
-        self._begin(place.directory)
-        return self._working().answer(name, arguments)
+        whole, directory = not place.changed, place.directory  # the last snapshot has all
+        for left in reversed(range(_TRIES)):
+            try:
+                said = self._working().answer(name, arguments)
+                if self._left > 0:
+                    with suppress(SandboxError):  # more than a sandbox may have
+                        self._kept()
+                return said
+            except SandboxLost as error:
+                if not whole or not left:
+                    raise UserCodeError(
+                        f"the sandbox of {self._task.name} is lost with its changes: {error}"
+                    ) from error
+            self.close()
+            self._begin(directory)
+        raise AssertionError("there is at least one try")
 
     def _judged(self, *, submitted: bool) -> Turn:
         try:
@@ -135,9 +140,7 @@ class SandboxEnvironment(Environment):
         else:
             self.close()  # its place may be the one that the tests need
             verdict = judge(self._service(), self._task, self._tests, snapshot, self._config.network)
-        reward = verdict.reward or 0.0
-        ended = {"submitted": float(submitted), "solved": float(reward >= 1), "tests_ended": float(bool(verdict.ended))}
-        return Turn([], reward, done=True, metrics={**self._metrics, **verdict.metrics, **ended})
+        return verdict.turn({**self._metrics, "submitted": float(submitted)})
 
     def _kept(self) -> str:
         """Return the snapshot of the files as they are."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from hpcrl.envs.base import Turn
 from hpcrl.envs.terminal.outcomes import outcomes, share_passed
 from hpcrl.envs.terminal.task import Files, TaskScript, TaskTests, TerminalTask, mode_of
 from hpcrl.envs.tools.sandboxes import RunResult, SandboxClient, Sandboxes, SandboxLost
@@ -44,6 +45,12 @@ class TaskVerdict:
     metrics: dict[str, float] = field(default_factory=dict)
     output: str = ""
     ended: str = ""
+
+    def turn(self, metrics: Mapping[str, float]) -> Turn:
+        """Return the end of a sample, with the metrics of its environment beside those of the tests."""
+        reward = self.reward or 0.0
+        own = {"solved": float(reward >= 1), "tests_ended": float(bool(self.ended))}
+        return Turn([], reward, done=True, metrics={**self.metrics, **metrics, **own})
 
 
 def with_sandbox(start: Callable[[], SandboxClient], act: Callable[[SandboxClient], R]) -> R:

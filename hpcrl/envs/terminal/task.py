@@ -120,6 +120,22 @@ def task_of(row: Mapping[str, Any]) -> TerminalTask:
     )
 
 
+def expect_time(task: TerminalTask, limit: float) -> None:
+    """Refuse tests that may take as long as a call of an environment.
+
+    Args:
+        limit: environment.timeout_seconds; 0: there is none.
+
+    Raises:
+        DataError: they may.
+    """
+    if limit and task.tests and task.tests.seconds >= limit:
+        raise DataError(
+            f"{_ENVIRONMENT}: the tests of {task.name} may take {task.tests.seconds:g} s, and environment.timeout_seconds is {limit:g}; "
+            "raise it, or lower `seconds` of the column `tests`"
+        )
+
+
 def mode_of(content: bytes) -> int:
     """Return the mode of a file of a task: programs can be executed."""
     return 0o755 if content.startswith(_EXECUTABLE) else 0o644

@@ -109,12 +109,12 @@ class SandboxClient:
 
     Args:
         url: address of its server.
-        key: what its calls show.
+        key: what its calls show; of this sandbox alone.
         lease_s: time without a sign of this process after which its server ends it.
     """
 
     def __init__(self, url: str, key: str, lease_s: float) -> None:
-        self.url, self._headers = url, {"authorization": f"Bearer {key}"}
+        self.url, self.key, self._headers = url, key, {"authorization": f"Bearer {key}"}
         renewing = in_background(_renew(url, self._headers, lease_s / 3))
         self._let_go = weakref.finalize(self, renewing.cancel)  # also of one that is forgotten
 
@@ -165,6 +165,10 @@ class SandboxClient:
     def read(self, path: str) -> bytes:
         """Return the content of a regular file; at most 16 MiB."""
         return base64.b64decode(self._object("/read", {"path": path}, "content"))
+
+    def expect(self) -> None:
+        """Raise SandboxLost where it is gone."""
+        self._ask("/renew", {})
 
     def snapshot(self) -> str:
         """Keep what its programs have changed, and return the digest with which another sandbox of the image can begin."""

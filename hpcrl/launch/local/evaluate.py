@@ -172,11 +172,12 @@ def default_place(subject: Subject) -> Path:
     return parent / f"{stem}-{time.strftime('%m%d-%H%M%S')}"
 
 
-def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str], None]) -> dict[str, Any]:
+def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str], None], root: Path) -> dict[str, Any]:
     """Evaluate on this machine and return the content of results.json.
 
     Args:
         place: a directory that is made.
+        root: of runs, with the images of sandboxes; for a checkpoint that of its run.
 
     Raises:
         RunError: the directory is there.
@@ -187,10 +188,12 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
     sources = validation_sources(config.data, config.data.val_data)
     load_dataset(sources, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
     with made_for(config.slurm.readable_by, place.path):
-        return _evaluate(subject, config, place, report)
+        return _evaluate(subject, config, place, report, root)
 
 
-def _evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str], None]) -> dict[str, Any]:
+def _evaluate(
+    subject: Subject, config: Config, place: Run, report: Callable[[str], None], root: Path
+) -> dict[str, Any]:
     place.token.parent.mkdir(mode=0o700)
     write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)
     write_text(place.config, config.to_toml())
@@ -203,6 +206,8 @@ def _evaluate(subject: Subject, config: Config, place: Run, report: Callable[[st
         "seed": config.sampling_seed,
         "sampling": asdict(config.generator.eval_sampling),
     }
+    if config.sandbox_servers:
+        asked["root"] = str((root if subject.run is None else subject.run.root).absolute())
     write_json(place.path / "evaluation.json", asked)
     if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model.path)):
         report(f"exporting {subject.checkpoint.name}")

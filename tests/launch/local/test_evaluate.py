@@ -115,13 +115,20 @@ def test_data_that_is_not_there_is_found_before_anything_is_made(data: str, tmp_
             configured(subject, [data, f"{tmp_path}/other.jsonl"], None, [], ["environment.env_class=sort_letters"]),
             place,
             print,
+            tmp_path,
         )
     with pytest.raises(DataError, match="no `env_class`"):
-        evaluate(subject, configured(subject, [data], None, [], []), place, print)
+        evaluate(subject, configured(subject, [data], None, [], []), place, print, tmp_path)
     assert not place.path.exists()
     place.path.mkdir()
     with pytest.raises(RunError, match="out exists"):
-        evaluate(subject, configured(subject, [data], None, [], ["environment.env_class=sort_letters"]), place, print)
+        evaluate(
+            subject,
+            configured(subject, [data], None, [], ["environment.env_class=sort_letters"]),
+            place,
+            print,
+            tmp_path,
+        )
 
 
 def test_lengths_that_nobody_chose_fit_the_model(data: str, tmp_path: Path) -> None:

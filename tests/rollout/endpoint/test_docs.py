@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
 
 def test_the_environment_of_the_page_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openai")
-    _, code = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "debating.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     tokenizer = tokenizer_of("chatml")

@@ -1,0 +1,136 @@
+"""Runs commands in the sandbox of a sample, and reads and writes its files: the program `sandbox` that an agent program finds on its path.
+
+    sandbox exec [-i] [-w DIRECTORY] [-e NAME=VALUE …] [--seconds N] COMMAND …   prints what the command prints, and exits as it does
+    sandbox read PATH       prints the content of a file
+    sandbox write PATH      writes standard input into a file
+
+HPCRL_SANDBOX is http://KEY@HOST:PORT/DIRECTORY: the server of the sandbox, its key, and where commands begin, if not in the directory of the
+image. It exits with 124 where the command was ended, and with 125 where the sandbox is gone, or refuses what is asked.
+
+It imports nothing but the standard library and is started without site: an agent starts it for each command, also in a container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import http.client
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+from urllib.parse import SplitResult, unquote, urlsplit
+
+VARIABLE = "HPCRL_SANDBOX"
+ENDED, REFUSED = 124, 125
+_LONGEST_S = 24 * 3600.0
+_BUSY, _WAIT_S = 429, 0.2
+
+
+class Refusal(Exception):
+    """The sandbox is gone, or refuses what is asked."""
+
+
+def main(words: list[str]) -> int:
+    asked = _arguments(words)
+    try:
+        return asked.action(asked)
+    except Refusal as refusal:
+        print(f"sandbox: {refusal}", file=sys.stderr)
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        print(f"sandbox: it is gone: {error!r}", file=sys.stderr)
+    return REFUSED
+
+
+def _arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sandbox", description="Use the sandbox of this sample.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    execute = commands.add_parser("exec", help="run a command")
+    execute.add_argument("-i", "--interactive", action="store_true", help="give it standard input, read to its end")
+    execute.add_argument("-w", "--workdir", default="", metavar="DIRECTORY", help="default: that of the task")
+    execute.add_argument("-e", "--env", action="append", default=[], metavar="NAME=VALUE")
+    execute.add_argument("--seconds", type=float, default=_LONGEST_S, metavar="N", help="end it then")
+    execute.add_argument("command", nargs=argparse.REMAINDER)
+    execute.set_defaults(action=_execute)
+    for name, action, text in (("read", _read, "print a file"), ("write", _write, "write standard input into a file")):
+        one = commands.add_parser(name, help=text)
+        one.add_argument("path")
+        one.set_defaults(action=action)
+    return parser.parse_args(words)
+
+
+def _execute(asked: argparse.Namespace) -> int:
+    command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+    body = {
+        "command": command,
+        "seconds": asked.seconds,
+        "input": base64.b64encode(sys.stdin.buffer.read() if asked.interactive else b"").decode(),
+        "environment": dict(one.partition("=")[::2] for one in asked.env),
+        "directory": asked.workdir or unquote(_address().path),
+    }
+    streams: dict[str, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+    last: dict[str, Any] = {}
+    for line in _lines("/exec", body):
+        last = json.loads(line)
+        for name in streams.keys() & last.keys():
+            streams[name].write(base64.b64decode(last[name]))
+            streams[name].flush()
+    if "error" in last:
+        raise Refusal(str(last["error"]))
+    if last["code"] is None:
+        print(f"sandbox: the command was ended ({last['ended']})", file=sys.stderr)
+        return ENDED
+    return last["code"]
+
+
+def _read(asked: argparse.Namespace) -> int:
+    sys.stdout.buffer.write(base64.b64decode(_object("/read", {"path": asked.path})["content"]))
+    return 0
+
+
+def _write(asked: argparse.Namespace) -> int:
+    content = base64.b64encode(sys.stdin.buffer.read()).decode()
+    _object("/write", {"path": asked.path, "content": content})
+    return 0
+
+
+def _object(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(b"".join(_lines(path, body)))
+
+
+def _lines(path: str, body: dict[str, Any]) -> Iterator[bytes]:
+    """Yield the lines of an answer as they come. Raises Refusal where there is none."""
+    address = _address()
+    headers = {"authorization": f"Bearer {address.username}"}
+    while True:
+        connection = http.client.HTTPConnection(address.hostname or "", address.port)
+        connection.request("POST", path, json.dumps(body).encode(), headers)
+        answer = connection.getresponse()
+        if answer.status == 200:
+            yield from answer
+            return
+        content = answer.read()
+        if answer.status != _BUSY:
+            raise Refusal(_reason(content, answer.status))
+        connection.close()
+        time.sleep(_WAIT_S)
+
+
+def _address() -> SplitResult:
+    address = urlsplit(os.environ.get(VARIABLE, ""))
+    if not address.hostname:
+        raise Refusal(f"{VARIABLE} names none; expected a program of the environment agent whose row has an image")
+    return address
+
+
+def _reason(content: bytes, status: int) -> str:
+    try:
+        return str(json.loads(content)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"its server answered {status}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
