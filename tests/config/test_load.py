@@ -192,6 +192,12 @@ CHOSEN = {
     "slurm.extra": {"spread-job": True, "comment": ""},
     "slurm.requests": {"spot": {"nodes": "2-4", "gpus_per_node": "a100:8", "extra": {"spread-job": True}}, "é.f": {}},
     "trainer.policy.trainable_map": {"model.layers.0": False},
+    **{
+        f"trainer.{model}.optimizer_config.groups": {
+            "head": {"match": "lm_head", "lr_factor": 0.5, "weight_decay": 0.1}
+        }
+        for model in ("policy", "critic")
+    },
 }
 
 
