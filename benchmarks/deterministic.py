@@ -58,7 +58,7 @@ async def generated(engine: Engine, given: argparse.Namespace) -> list[tuple[lis
 
 
 def packed(samples: list[tuple[list[int], Generation]]) -> PackedRows:
-    rows = list[Row]()
+    rows = list[Row[torch.Tensor]]()
     for prompt, said in samples:
         before = torch.zeros(len(prompt))
         rows.append(

@@ -93,9 +93,10 @@ def tokens(x: Numbers, held: Numbers) -> list[Token]:
     """Return the trained tokens."""
     center, other = mean([ADVANTAGES[t] for t in TRAINED]), mean([held[t] for t in TRAINED])
     samples = {at: [t for t in TRAINED if SAMPLE[t] == at] for at in range(len(LENGTHS))}
-    columns = (x, held, OLD, ROLLOUT, REF, ADVANTAGES)
     covariances = [(a - center) * (h - other) for a, h in zip(ADVANTAGES, held, strict=True)]
-    return [Token(*(column[t] for column in columns), samples[SAMPLE[t]], covariances[t]) for t in TRAINED]
+    columns = (x, held, OLD, ROLLOUT, REF, ADVANTAGES, [samples[at] for at in SAMPLE], covariances)
+    found = [Token(*entries) for entries in zip(*columns, strict=True)]
+    return [found[t] for t in TRAINED]
 
 
 def each(one: Callable[[Token], float]) -> Formula:

@@ -205,6 +205,7 @@ def _rows(
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
                     hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
                     tensors={name: columns.own(entry, read) for name, entry in details[at].get(_OWN, {}).items()},
+                    turns=(),
                 ),
             )
 

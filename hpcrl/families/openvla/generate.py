@@ -14,7 +14,6 @@ from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer
 from hpcrl.rollout.generate import Episode, GroupGenerator
 from hpcrl.rollout.threads import in_thread
-from hpcrl.rollout.transcript import Transcript
 from hpcrl.types import Kind, Work
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class ActionGroups(GroupGenerator):
         episode.messages.append({"role": "assistant", "content": written(actions_KA)})
         return episode.session.act(actions_KA)
 
-    def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
-        super()._say(transcript, said, answer, over=over)
+    def _say(self, episode: Episode, said: Generation, answer: Turn | None, *, over: bool) -> None:
+        super()._say(episode, said, answer, over=over)
         if answer is not None and self._actions.parallel and self._eos is not None:
-            transcript.add_context([self._eos])  # each token has seen it
+            episode.transcript.add_context([self._eos])  # each token has seen it
