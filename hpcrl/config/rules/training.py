@@ -155,7 +155,12 @@ def preference_losses(config: ConfigTree) -> Iterator[Problem]:
         )
     if config.trainer.unpaired and dpo.reference_free:
         yield Problem(f"{path}.reference_free", f"{dpo.loss_type[0]} compares with a reference; set it to false")
-    if dpo.loss_weights and len(dpo.loss_weights) != len(dpo.loss_type):
+    if config.trainer.unpaired and dpo.loss_weights:
+        yield Problem(
+            f"{path}.loss_weights",
+            f"{dpo.loss_type[0]} stands alone; leave them out, and use desirable_weight and undesirable_weight",
+        )
+    elif dpo.loss_weights and len(dpo.loss_weights) != len(dpo.loss_type):
         yield Problem(
             f"{path}.loss_weights",
             f"expected one per loss of loss_type ({len(dpo.loss_type)}), found {len(dpo.loss_weights)}",

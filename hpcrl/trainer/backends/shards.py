@@ -144,6 +144,13 @@ def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool =
         raise CommitError(f"{directory} cannot be loaded: {cause}{hint}") from error
 
 
+def names_in(directory: Path, world: World) -> set[str]:
+    """Return the names of the tensors in a checkpoint. All ranks call it; errors as of `read`."""
+    reader = _Reader(directory)
+    world.all_gather(reader.open)
+    return set(reader.read_metadata().state_dict_metadata)
+
+
 class _Reader(FileSystemReader):
     """Reads a checkpoint whose index is parsed as data: torch's own reader unpickles it, and so could run code."""
 

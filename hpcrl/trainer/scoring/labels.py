@@ -1,7 +1,7 @@
 """Labels of single answers, and what KTO compares their log-ratios with, computed by trainer ranks in the scoring pass.
 
 That is the mean log-ratio of the mini-batch's answers behind prompts that they do not answer, by the policy that the batch begins with. The
-prompt is that of the dataset's next row, so that it does not depend on packing, micro-batches or ranks.
+prompt is that of the dataset's next row with another one, so that it does not depend on packing, micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fill_labels(
         before: called before each forward pass.
 
     Raises:
-        DataError: a dataset's file is damaged, or rows show images, which no other prompt can take over.
+        DataError: a dataset's file is damaged, all its rows have one prompt, or rows show images, which no other prompt can take over.
     """
     for mini in minis:
         rows, shift = mini.rows, 0.0
@@ -63,17 +63,22 @@ def _mismatched_ratio(shown: MiniBatch, policy: PolicyEngine, before: Callable[[
 
 
 def _other_prompt(run: Run, batch: Batch, rows: PackedRows, at: int, longest: int | None) -> Hint[torch.Tensor]:
-    """Return the prompt of the dataset's next row, to stand in place of this row's own; of a long one its end."""
-    group = batch.groups[rows.refs[at].group]
+    """Return the next prompt of the dataset that is not this row's own, to stand in its place; of a long one its end."""
+    group, tokens = batch.groups[rows.refs[at].group], rows.tokens_of(range(at, at + 1))
     assert group.row is not None
     assert longest is not None
-    file = open_tokens(run.inside(group.path))
-    other = file.read((group.row + 1) % len(file))[0]
-    if other.tensors or rows.tensors[at]:
-        raise DataError(
-            'trainer.dpo.loss_type = ["kto"] puts answers behind other prompts, which rows with images do not allow; use "apo_zero_unpaired"'
-        )
-    begin = int(rows.loss_mask[rows.tokens_of(range(at, at + 1))].argmax()) + 1
-    room = max(1, longest - (rows.lengths[at] - begin))
-    prompt = other.token_ids[: max(1, int(other.loss_mask.argmax()))][-room:]
-    return Hint(torch.as_tensor(prompt), begin)
+    file, begin = open_tokens(run.inside(group.path)), int(rows.loss_mask[tokens].argmax()) + 1
+    own, room = rows.token_ids[tokens][:begin].tolist(), max(1, longest - (rows.lengths[at] - begin))
+    for number in range(group.row + 1, group.row + len(file)):  # answers to one prompt often lie side by side
+        other = file.read(number % len(file))[0]
+        if other.tensors or rows.tensors[at]:
+            raise DataError(
+                'trainer.dpo.loss_type = ["kto"] puts answers behind other prompts, which rows with images do not allow; use "apo_zero_unpaired"'
+            )
+        prompt = other.token_ids[: max(1, int(other.loss_mask.argmax()))]
+        if prompt.tolist() != own:
+            return Hint(torch.as_tensor(prompt[-room:]), begin)
+    raise DataError(
+        f'trainer.dpo.loss_type = ["kto"] puts answers behind other prompts, and all rows of {group.data_source} have one prompt; '
+        'add rows to data.train_data, or use "apo_zero_unpaired"'
+    )

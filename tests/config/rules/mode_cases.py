@@ -179,6 +179,12 @@ OF_MODES = [
         {**DPO, "trainer.dpo.loss_weights": [2.0]},
     ),
     Case(
+        "a loss of single answers weighs desirable and undesirable ones alone",
+        {**DPO, "trainer.dpo.loss_type": ["kto"], "trainer.dpo.loss_weights": [2.0]},
+        "trainer.dpo.loss_weights", "kto stands alone; leave them out, and use desirable_weight and undesirable_weight",
+        {**DPO, "trainer.dpo.loss_type": ["kto"], "trainer.dpo.desirable_weight": 2.0},
+    ),
+    Case(
         "no reference follows the policy where there is none",
         {**DPO, "trainer.update_ref_every_epoch": True, "trainer.dpo.reference_free": True},
         "trainer.update_ref_every_epoch", "there is no reference model with trainer.dpo.reference_free, or with simpo and orpo alone",

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.planning.memory import Weight, fsdp_state
-from hpcrl.trainer.backends.fsdp.muon import matrices_of, orthogonal
-from hpcrl.trainer.backends.fsdp.optimizer import make_optimizer, make_step
+from hpcrl.trainer.backends.fsdp.muon import Muon, matrices_of, orthogonal
+from hpcrl.trainer.backends.fsdp.optimizer import make_adam, make_optimizer, make_step
 from hpcrl.trainer.backends.reference import forget_moments
 from hpcrl.trainer.distributed import World
 from tests.planning.memory_scenarios import held_by
@@ -108,6 +108,35 @@ def test_matrices_or_the_rest_can_be_all_that_is_trained(layer: nn.Module, momen
     make_step(optimizer, 0.1)
     assert {name for state in optimizer.state.values() for name in state} == moments
     assert all((now != then).any() for now, then in zip(layer.parameters(), before, strict=True))
+
+
+def test_what_muon_moves_no_more_is_restored_with_new_moments(model_path: Path, alone: World, tmp_path: Path) -> None:
+    """An earlier version of hpcrl moved all matrices by Muon that are no embedding, such as what stands before the layers: here the embedding."""
+    saves, resumed = (make_engine(alone, str(model_path), MUON) for _ in range(2))
+    own, moved = saves._optimizer, matrices_of(saves._model.model)
+    embedding = saves._model.model.get_input_embeddings().weight
+    groups = [{"params": [*moved, embedding], "lr_factor": 1.0, "weight_decay": 0.0}]
+    rest = [each for each in saves._model.parameters() if each not in moved and each is not embedding]
+    saves._optimizer = Muon(groups, make_adam([groups[0] | {"params": rest}], saves._optimizer_config), 0.95)
+    assert type(own) is Muon
+    for each in saves._model.parameters():
+        each.grad = torch.ones_like(each)
+    saves.schedule(2)
+    saves.step()
+    saves.save(tmp_path, torch.distributed.group.WORLD)  # pyright: ignore[reportArgumentType]
+    resumed.restore(tmp_path)
+    assert resumed.updates == 1
+    others = dict(saves._model.named_parameters())
+    for name, each in resumed._model.named_parameters():
+        torch.testing.assert_close(each, others[name], rtol=0, atol=0)
+        state, saved = resumed._optimizer.state[each], saves._optimizer.state[others[name]]
+        if others[name] is embedding:
+            assert {"exp_avg": 0.0, "step": 0.0}.items() <= {
+                key: float(value.abs().sum()) for key, value in state.items()
+            }.items()
+            continue
+        assert state.keys() == saved.keys()
+        assert all(torch.equal(state[key], saved[key]) and saved[key].any() for key in saved), name
 
 
 def test_updates_take_the_memory_of_gradients() -> None:

@@ -45,6 +45,15 @@ REFERENCE_SCALE = 1.3
 DATASETS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "labelled": (LABELLED, {"label_column": "label"}),
     "pairs": (pairs(), {}),
+    "side by side": (
+        [
+            {"prompt": pair["prompt"], "completion": pair[column], "label": column == "chosen"}
+            for pair in pairs()
+            for column in ("chosen", "rejected")
+        ],
+        {"label_column": "label"},
+    ),
+    "one prompt": ([{**LABELLED[0], "label": label} for label in (True, False)], {"label_column": "label"}),
 }
 
 
@@ -209,6 +218,21 @@ def test_ranks_of_megatron_have_the_same_loss(run: Run, sizes: dict[str, int], t
     finally:
         ranks.close()
     expect_same(json.loads((tmp_path / "found").read_text()), expected(run, "labelled", KTO), str(sizes))
+
+
+def test_answers_to_one_prompt_side_by_side_are_compared_behind_another(tmp_path: Path, alone: World) -> None:
+    """They are the answers of pairs, of which each is compared behind the next pair's prompt."""
+    wanted = expected(run_of(tmp_path / "pairs", "pairs"), "pairs", KTO)
+    run = run_of(tmp_path / "answers", "side by side")
+    expect_same(trained(run, alone, "side by side", KTO, PACKINGS["by tokens"]), wanted, "side by side")
+
+
+def test_a_dataset_of_one_prompt_is_refused(tmp_path: Path, alone: World) -> None:
+    run = run_of(tmp_path, "one prompt")
+    with pytest.raises(DataError, match=r"all rows of rows have one prompt; add rows to data\.train_data, or use"):
+        trained(run, alone, "one prompt", KTO, {})
+    found = trained(run, alone, "one prompt", KTO | {"loss_type": ["apo_zero_unpaired"]}, {})
+    assert found["policy/kto_kl"] == 0
 
 
 @pytest.mark.parametrize("label", ["yes", None, 2])

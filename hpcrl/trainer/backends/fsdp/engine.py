@@ -41,7 +41,7 @@ from hpcrl.trainer.backends.reference import (
     require_same_shape,
 )
 from hpcrl.trainer.backends.schedule import lr_factor
-from hpcrl.trainer.backends.shards import read, write_folders
+from hpcrl.trainer.backends.shards import names_in, read, write_folders
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.build import critic_source, forward_config, policy_source, reference_source
@@ -61,6 +61,7 @@ from hpcrl.trainer.models.lora import (
 from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
+_MOMENTUM = "momentum_buffer"
 
 Model = TypeVar("Model", bound=PackedModel)
 
@@ -165,6 +166,8 @@ class FsdpEngine(Generic[Model]):
 
     def restore(self, directory: Path) -> None:
         state, scale = self._state(), self._scale.state()
+        if self._optimizer_config.name == "Muon":
+            self._leave_out_momentum(state["optimizer"]["state"], directory)
         read({name: value for name, value in state.items() if name not in scale}, directory, self._world)
         self.updates = int(state["updates"])
         for name, parameter in self._model.named_parameters():
@@ -173,6 +176,26 @@ class FsdpEngine(Generic[Model]):
         if scale:
             read(scale, directory, self._world, partly=True)  # what was trained in another number type has none
             self._scale.restore(scale)
+
+    def _leave_out_momentum(self, moments: dict[str, dict[str, torch.Tensor]], directory: Path) -> None:
+        """Leave out parameters that Muon moved where the checkpoint was saved, and Adam does now: their moments begin at 0.
+
+        Earlier versions of hpcrl moved more matrices by Muon: those before the layers and behind them, and tables.
+        """
+        saved = names_in(directory, self._world)
+        own = [
+            name
+            for name, kept in moments.items()
+            if _MOMENTUM not in kept and f"optimizer.state.{name}.{_MOMENTUM}" in saved
+        ]
+        for name in own:
+            del moments[name]
+        if own and self._world.first:
+            log.warning(
+                "Muon moved %d parameters before that AdamW moves now, such as %s: their moments begin at 0",
+                len(own),
+                own[0],
+            )
 
     def restore_weights(self, directory: Path) -> None:
         read({"model": self._saved()}, directory, self._world)
