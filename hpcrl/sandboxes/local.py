@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ from hpcrl.sandboxes.snapshots import SnapshotStore
 
 _ADDRESS = "127.0.0.1"
 _LEASE_S = 600.0
+COLLECT_S = 600.0
+"""Between two removals of snapshots that no sandbox uses."""
 
 
 @contextmanager
@@ -80,9 +83,10 @@ def _serving(root: Path, most: int, network: bool | Sequence[str], limits: Sandb
     images, token = ImageStore(root), secrets.token_urlsafe(32)
     named = [image.name for image in images.list()] if network is True else network or []
     scratch, listener = Scratch("snapshots"), bind(_ADDRESS)
-    node = NodeSandboxes(images, SnapshotStore(scratch.path / "kept"), most, _LEASE_S, limits, named)
+    snapshots = SnapshotStore(scratch.path / "kept")
+    node = NodeSandboxes(images, snapshots, most, _LEASE_S, limits, named)
     loop, over = asyncio.new_event_loop(), asyncio.Event()
-    serve = serve_sandboxes(node, Bearer(token), listener, over.wait())
+    serve = serve_sandboxes(node, Bearer(token), listener, _collected(snapshots, over))
     thread = threading.Thread(target=loop.run_until_complete, args=(serve,), name="sandboxes")
     thread.start()
     try:
@@ -92,3 +96,13 @@ def _serving(root: Path, most: int, network: bool | Sequence[str], limits: Sandb
         thread.join()
         loop.close()
         scratch.remove()
+
+
+async def _collected(snapshots: SnapshotStore, over: asyncio.Event) -> None:
+    """Wait for the end, and remove old snapshots meanwhile: an evaluation makes one in each turn."""
+    end = asyncio.create_task(over.wait())
+    while not (await asyncio.wait([end], timeout=COLLECT_S))[0]:
+        try:
+            await asyncio.to_thread(snapshots.collect, tuple)
+        except OSError as error:
+            print(f"snapshots that no sandbox uses stay for now: {error}", file=sys.stderr, flush=True)

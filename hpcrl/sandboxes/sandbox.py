@@ -23,12 +23,14 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from hpcrl.config.sections.slurm import SandboxesConfig
 from hpcrl.errors import DataError, SandboxError
 from hpcrl.sandboxes import inside
 from hpcrl.sandboxes.inside import LONGEST_MESSAGE, receive, send
+
+if TYPE_CHECKING:
+    from hpcrl.config.sections.slurm import SandboxesConfig
 
 _ROOT = str(Path(inside.__file__).parents[2])
 _START = f"import sys; sys.path.insert(0, {_ROOT!r}); from {inside.__name__} import main; main()"

@@ -31,6 +31,8 @@ KEPT_S = 1800.0
 SMALLEST, LARGEST = 256 << 10, 4 << 20
 """Bytes of a block; the last one may have less."""
 
+_DIGEST = "[0-9a-f]{64}"
+_LISTS = "*.blocks"
 _RECORD = 512  # of an archive
 _ONE_IN = 2048  # records after which a block ends, as a rule
 _LEVEL = 1  # of zlib: the policy waits
@@ -106,13 +108,15 @@ class SnapshotStore:
             DataError: there is none of this name.
             DamagedError: it has changed.
         """
-        listed = read_bytes(self._file(digest)) if re.fullmatch("[0-9a-f]{64}", digest) else None
+        listed = read_bytes(self._file(digest)) if re.fullmatch(_DIGEST, digest) else None
         if listed is None:
             raise DataError(f"there is no snapshot {digest!r:.100} in {self._path}")
-        if hashlib.sha256(listed).hexdigest() != digest:
+        names = listed.decode(errors="replace").split()
+        # a list with another name could lead out of the directory
+        if hashlib.sha256(listed).hexdigest() != digest or not all(re.fullmatch(_DIGEST, name) for name in names):
             raise self._damaged(self._file(digest))
         with tempfile.TemporaryFile() as plain:
-            for name in listed.decode().split():
+            for name in names:
                 plain.write(self._content(name))
             plain.seek(0)
             yield cast(IO[bytes], plain)
@@ -154,9 +158,7 @@ class SnapshotStore:
         stay = {self._file(digest) for digest in named()} if lists else set[Path]()
         removed = [path for path in lists if path not in stay and _removed(path, before)]
         if blocks:
-            used = {
-                name for path in self._path.iterdir() if path.is_file() for name in (read_bytes(path) or b"").split()
-            }
+            used = {name for path in self._path.glob(_LISTS) for name in (read_bytes(path) or b"").split()}
             removed += [path for path in blocks if path.stem.encode() not in used and _removed(path, before)]
         return len(removed)
 

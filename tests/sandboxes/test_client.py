@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from hpcrl.envs.tools import sandboxes as client
 from hpcrl.envs.tools.http import Fixed
 from hpcrl.envs.tools.sandboxes import RunResult, SandboxClient, Sandboxes, SandboxLost
 from hpcrl.errors import SandboxError, ServiceError
@@ -71,14 +75,13 @@ def test_full_and_dead_servers_are_passed_over(serving: Callable[..., Any]) -> N
 
 
 def test_a_lease_is_renewed_as_long_as_its_client_is_there(serving: Callable[..., Any]) -> None:
-    with serving(lease_s=1.5) as node:
+    with serving(lease_s=6.0) as node:  # renewed each third of it, also where other tests have the cores
         kept, forgotten = sandboxes_of(node._url).start("tiny"), sandboxes_of(node._url).start("tiny")
         del forgotten
         deadline = time.monotonic() + PATIENCE_S
         while node.ask("/health", "GET").json()["running"] == 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        time.sleep(3.0)
         assert kept.run(["sh", "-c", "echo on"], PATIENCE_S).stdout == b"on\n"
         kept.end()
 
@@ -89,3 +92,20 @@ def test_a_sandbox_of_a_server_that_has_ended_is_lost(serving: Callable[..., Any
     with pytest.raises(SandboxLost):
         one.read("/etc/release")
     one.end()
+
+
+def test_output_of_one_byte_a_line_costs_its_bytes() -> None:
+    """A program of a policy may write so, for as long as its tests run."""
+    line = json.dumps({"stdout": base64.b64encode(b"x").decode()}).encode() + b"\n"
+    content = 10_000 * line + b'{"code": 0, "ended": ""}\n'
+    tracemalloc.start()
+    try:
+        last, stdout, stderr = client._output(content)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (last["code"], stdout, stderr) == (0, 10_000 * b"x", b"")
+    assert most < len(content)
+    for damaged in (b"[1]\n", b"7\n", b'{"stdout": 7}\n', b"[" * 100_000):
+        with pytest.raises(client._UNREADABLE):
+            client._output(damaged)

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import tarfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hpcrl.errors import ConfigError, DataError, SandboxError, ServiceError, Use
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.rescore import rescore
+from hpcrl.sandboxes import local, snapshots
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.local import configured_sandboxes
 from hpcrl.types import Prompt, Work
@@ -349,6 +351,22 @@ def test_the_sandboxes_of_a_configuration(user: Path, sandboxes: Sandboxes) -> N
             ["sh", "-c", "i=0; while [ $i -lt 60 ]; do echo > /f$i || exit 3; i=$((i + 1)); done"], PATIENCE_S
         )
         assert many.code, "files has no effect"
+        one.end()
+
+
+@pytest.mark.usefixtures("sandboxes")
+def test_snapshots_of_a_command_go_when_they_are_old(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "COLLECT_S", 0.1)
+    with local.local_sandboxes(user / "root", 1) as served:
+        one = served.start("python")
+        one.write("/made", b"content")
+        name = one.snapshot()
+        (listed,) = user.glob(f"temporary/*/kept/{name}.blocks")
+        monkeypatch.setattr(snapshots, "KEPT_S", 0.0)
+        deadline = time.monotonic() + PATIENCE_S
+        while listed.exists() or list(listed.parent.glob("blocks/*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         one.end()
 
 

@@ -174,10 +174,10 @@ async def all_gone_on(run: Run, node: Node) -> dict[str, Group]:
 
 def collect(run: Run) -> set[str]:
     """Remove old snapshots that nothing names, when all are old; return those that stay."""
-    for path in run.snapshots.iterdir():
+    for path in run.snapshots.rglob("*"):
         os.utime(path, (time.time() - 2 * KEPT_S,) * 2)
     SnapshotStore(run.snapshots).collect(partial(named_digests, run))
-    return {path.name.partition(".")[0] for path in run.snapshots.iterdir()}
+    return {path.name.partition(".")[0] for path in run.snapshots.iterdir() if path.is_file()}
 
 
 def test_an_episode_goes_on_after_the_ends_of_its_worker_and_of_its_sandbox(run: Run, node: Node) -> None:

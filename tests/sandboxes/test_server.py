@@ -83,7 +83,7 @@ def test_a_full_node_says_what_to_do(serving: Callable[..., Any]) -> None:
 
 
 def test_a_sandbox_whose_client_is_gone_ends(serving: Callable[..., Any]) -> None:
-    with serving(lease_s=1.0) as node:
+    with serving(lease_s=4.0) as node:
         gone, running = node.start(), node.start()
         with running.stream("echo begun; sleep 600") as answer:
             lines = answer.iter_lines()  # httpx closes the connection with it
@@ -160,7 +160,7 @@ from hpcrl.sandboxes.snapshots import SnapshotStore
 place = Path(sys.argv[3])
 node = NodeSandboxes(ImageStore(place / "runs"), SnapshotStore(place / "snapshots"), 2, 600.0)
 with node.use(node.start("tiny")) as one:
-    program = one.begin(["sh", "-c", "echo begun; sleep 984.25"], 600.0)
+    program = one.sandbox.begin(["sh", "-c", "echo begun; sleep 984.25"], 600.0)
     output = program.output()  # the program ends with it
     print(next(output), flush=True)
     sys.stdin.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def test_doctor_knows_that_accounting_answers(accounting: DevCluster, tmp_path: 
 def test_doctor_without_slurm(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
+    for name in ("chmod", "rm"):  # with which directories are removed
+        (programs / name).symlink_to(shutil.which(name) or name)
     environment = {**os.environ, "PATH": str(programs)}
     done = subprocess.run(
         [HPCRL, "doctor", "--root", str(tmp_path), "slurm.sandboxes.nodes=1"],

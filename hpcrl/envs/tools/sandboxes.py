@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
 import random
 import time
@@ -29,6 +30,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _TRIES, _BUSY_S = 3, 60.0
 _BUSY, _UNKNOWN, _FULL = 429, 401, 503
 _WRONG = (400, 404, 413)
+_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 _MOST_BYTES = 32 << 20
 _PER_BYTE = 24  # of a line of the answer: a program may write its bytes one by one
 
@@ -147,15 +149,11 @@ class SandboxClient:
         }
         content = self._ask("/exec", asked, seconds + _END_S, (1 << 16) + _PER_BYTE * most, tries=1)
         try:
-            *pieces, last = map(json.loads, content.splitlines())
+            last, stdout, stderr = _output(content)
             if "error" in last:
                 raise SandboxLost(f"{self.url}: {last['error']}")
-            streams = {
-                name: b"".join(base64.b64decode(piece[name]) for piece in pieces if name in piece)
-                for name in ("stdout", "stderr")
-            }
-            return RunResult(last["code"], last["ended"], streams["stdout"], streams["stderr"])
-        except (ValueError, TypeError, KeyError) as error:
+            return RunResult(last["code"], last["ended"], stdout, stderr)
+        except _UNREADABLE as error:
             raise SandboxLost(f"{self.url}: the server has ended within its answer") from error
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
@@ -183,7 +181,7 @@ class SandboxClient:
     def _object(self, path: str, asked: Mapping[str, Any], name: str) -> str:
         try:
             found = json.loads(self._ask(path, asked))[name]
-        except (ValueError, TypeError, KeyError) as error:
+        except _UNREADABLE as error:
             raise SandboxLost(f"{self.url}: what answers there is no server of sandboxes") from error
         return str(found)
 
@@ -238,6 +236,17 @@ def _answer(url: str, headers: Mapping[str, str], content: bytes, seconds: float
     return in_background(send(request, most_bytes, seconds, inside=True)).result()
 
 
+def _output(content: bytes) -> tuple[dict[str, Any], bytes, bytes]:
+    """Return the last line of an answer to /exec, and what a program wrote to both streams; one by one, as a line may have one byte."""
+    last, streams = dict[str, Any](), {"stdout": bytearray(), "stderr": bytearray()}
+    for line in io.BytesIO(content):
+        if not isinstance(last := json.loads(line), dict):
+            raise ValueError("expected objects")
+        for name in streams.keys() & last.keys():
+            streams[name] += base64.b64decode(last[name])
+    return last, bytes(streams["stdout"]), bytes(streams["stderr"])
+
+
 async def _renew(url: str, headers: Mapping[str, str], every_s: float) -> None:
     """Renew the lease of a sandbox until it is unknown at its server, or this task is cancelled."""
     while True:
@@ -251,5 +260,5 @@ async def _renew(url: str, headers: Mapping[str, str], every_s: float) -> None:
 def _reason(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"])[:500]
-    except (ValueError, TypeError, KeyError):
+    except _UNREADABLE:
         return repr(body[:300])

@@ -261,7 +261,7 @@ class NodeAgent:
         # with the controller, which looks whether enough are left
         registered = not child.name.startswith(("reward", "part", SANDBOX))
         restarts.ended()
-        if child.poll() == SandboxError.exit_code:  # of a node without sandboxes
+        if child.name.startswith(SANDBOX) and child.poll() == SandboxError.exit_code:  # of a node without sandboxes
             restarts.give_up()
         if restarts.given_up and child.name.startswith("reward"):
             self._failed(child)
