@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -201,6 +203,29 @@ def test_a_run_that_has_trained_to_its_end_is_not_stopped(folder: TrialFolder) -
     evaluated(folder.run("t.bad-1"), 20, 0.3)
     watch(str(folder.run("t.bad-1").path), 1, lambda: False)
     assert stop_asked(folder.run("t.bad-1"), 1) is None
+
+
+def test_a_run_that_waits_only_to_save_its_end_is_not_cancelled(folder: TrialFolder) -> None:
+    scored(folder, 5, good=GOOD, bad=BAD)
+    interrupted = folder.run("t.bad-1")
+    evaluated(interrupted, 20, 0.3)
+    open_attempt(interrupted, "1", ["n1"])
+    report_outcome(interrupted, 1, "interrupted", "preempted", "agent")
+    watch(str(folder.run("t.good-0").path), 1, lambda: False)
+    assert [one.kind for name in ("t.bad-1", "t.bad-0") if (one := read_outcome(folder.run(name)))] == [
+        "interrupted",
+        "cancelled",
+    ]
+
+
+def test_a_run_that_was_removed_stays_removed(folder: TrialFolder) -> None:
+    scored(folder, 5, good=GOOD, bad=BAD)
+    take_looks(folder)
+    removed = folder.run("t.bad-0")
+    shutil.rmtree(removed.path)
+    watch(str(folder.run("t.bad-1").path), 1, lambda: False)
+    assert not removed.path.exists()
+    assert stop_asked(folder.run("t.bad-1"), 1) == "cancelled"
 
 
 def test_a_look_is_taken_once_and_follows_from_its_record(folder: TrialFolder) -> None:
