@@ -82,7 +82,7 @@ def _write_report(run: Run, folder: Path) -> Path | None:
 
     path, changed = folder / run.project / f"{run.name}.html", last_change(run)
     relative = path.relative_to(folder.parent)
-    if path.is_file() and path.stat().st_mtime_ns == changed:
+    if changed and path.is_file() and path.stat().st_mtime_ns == changed:
         return relative
 
     def no_decoder(run: Run) -> Decode:
@@ -93,7 +93,8 @@ def _write_report(run: Run, folder: Path) -> Path | None:
     except (HpcrlError, OSError, ValueError):  # the table has the error
         return None
     write_text(path, text)
-    os.utime(path, ns=(changed, changed))
+    if changed:
+        os.utime(path, ns=(changed, changed))
     return relative
 
 

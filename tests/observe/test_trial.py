@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ from benchmarks.trials import ALIKE, Case, rates
 from hpcrl.cli.main import main
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.conclude import write_summary
+from hpcrl.observe.report import page, project
 from hpcrl.observe.report.page import project_page
 from hpcrl.observe.report.project import project_of
 from hpcrl.observe.trial.judge import beaten, due_look, take_looks
@@ -203,6 +206,29 @@ def test_a_run_that_has_trained_to_its_end_is_not_stopped(folder: TrialFolder) -
     assert stop_asked(folder.run("t.bad-1"), 1) is None
 
 
+def test_a_run_that_waits_only_to_save_its_end_is_not_cancelled(folder: TrialFolder) -> None:
+    scored(folder, 5, good=GOOD, bad=BAD)
+    interrupted = folder.run("t.bad-1")
+    evaluated(interrupted, 20, 0.3)
+    open_attempt(interrupted, "1", ["n1"])
+    report_outcome(interrupted, 1, "interrupted", "preempted", "agent")
+    watch(str(folder.run("t.good-0").path), 1, lambda: False)
+    assert [one.kind for name in ("t.bad-1", "t.bad-0") if (one := read_outcome(folder.run(name)))] == [
+        "interrupted",
+        "cancelled",
+    ]
+
+
+def test_a_run_that_was_removed_stays_removed(folder: TrialFolder) -> None:
+    scored(folder, 5, good=GOOD, bad=BAD)
+    take_looks(folder)
+    removed = folder.run("t.bad-0")
+    shutil.rmtree(removed.path)
+    watch(str(folder.run("t.bad-1").path), 1, lambda: False)
+    assert not removed.path.exists()
+    assert stop_asked(folder.run("t.bad-1"), 1) == "cancelled"
+
+
 def test_a_look_is_taken_once_and_follows_from_its_record(folder: TrialFolder) -> None:
     scored(folder, 5, good=GOOD, bad=BAD)
     (look,) = take_looks(folder)
@@ -363,6 +389,8 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
     other.config.write_text(other.config.read_text().replace("lr = 2e-4", 'lr = 1e-5 # "</script>'))
     (folder.project / "broken").mkdir()
     Run(folder.project / "broken").config.write_text("</script>[")
+    for path in folder.project.rglob("*"):
+        os.utime(path, (time.time() - 600,) * 2, follow_symlinks=False)
     code = "import sys; from hpcrl.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or len({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code, "report", "--project", "p", "-o", "page.html"], cwd=tmp_path, capture_output=True, text=True,
@@ -372,14 +400,24 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
     assert "7 runs, 1 trials" in done.stdout
     monkeypatch.chdir(tmp_path)
     reports = [tmp_path / "page" / "p" / f"t.good-{at}.html" for at in range(2)]
-    files = [path.stat().st_ino for path in reports]
+    words = ["report", "--project", "p", "--root", str(folder.project.parent), "-o", "page.html"]
+
+    def kept() -> list[bool]:
+        files = [path.stat().st_ino for path in reports]
+        assert main(words) == 0
+        return [path.stat().st_ino == file for path, file in zip(reports, files, strict=True)]
+
+    assert kept() == [True, True], "a run in which nothing changed got a new report"
     for named in (folder.project, folder.project.parent):
         assert main(["report", "--project", str(named), "-o", "page.html"]) == 0
         assert "7 runs, 1 trials" in capsys.readouterr().out
-    assert [path.stat().st_ino for path in reports] == files, "a run in which nothing changed got a new report"
     evaluated(folder.run("t.good-0"), 10, 0.8)
-    assert main(["report", "--project", "p", "--root", str(folder.project.parent), "-o", "page.html"]) == 0
-    assert [path.stat().st_ino == file for path, file in zip(reports, files, strict=True)] == [False, True]
+    os.utime(folder.run("t.good-0").config, (time.time() + 3600,) * 2)  # this test may take its time
+    assert kept() == kept() == [False, True], "what has just changed may have ended, which no file says"
+    source = Path(page.__file__)
+    source.chmod(source.stat().st_mode)  # as if it had just been installed
+    project._installed.cache_clear()
+    assert kept() == [False, False], "hpcrl is another one"
     text = (tmp_path / "page.html").read_text()
     found = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     rows = {row["name"]: row for row in found["rows"]}

@@ -101,13 +101,13 @@ def keep_nodes(job: str, hosts: Sequence[str]) -> bool:
 
     A requeue asks for as many nodes as before.
     """
-    with TemporaryDirectory() as folder:  # scontrol leaves scripts in its working directory
-        command = ["scontrol", "update", f"JobId={job}", f"NodeList={','.join(hosts)}"]
-        try:
+    command = ["scontrol", "update", f"JobId={job}", f"NodeList={','.join(hosts)}"]
+    try:
+        with TemporaryDirectory() as folder:  # scontrol leaves scripts in its working directory
             run_slurm(command, 0.0, _ANSWER_S, folder=folder)
-        except SubmitError as error:
-            print(f"the nodes that are not used stay in the job: {error}", flush=True)
-            return False
+    except (SubmitError, OSError) as error:  # nodes that are held for nothing are not worth an attempt
+        print(f"the nodes that are not used stay in the job: {error}", flush=True)
+        return False
     return True
 
 

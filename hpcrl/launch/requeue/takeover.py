@@ -79,7 +79,7 @@ class Takeover:
         if (allowed := self.allowed_at()) is not None:
             return allowed
         attempt = attempt_of(self._run, read_claim(self._run).start or "")
-        if attempt is None or not self._nodes <= len(attempt.hosts) < self._most[self._job]:
+        if attempt is None or not self._nodes <= attempt.nodes_at_start < self._most[self._job]:
             return None
         return time.time() + 60.0 * self._slurm["grow_minutes"]
 

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import tomli
 
+import hpcrl
 from hpcrl.config.difference import flat, value_as_toml
 from hpcrl.config.secrets import masked
 from hpcrl.errors import HpcrlError
@@ -20,6 +22,7 @@ from hpcrl.observe.report.curves import rounded
 from hpcrl.observe.summary import headline
 from hpcrl.observe.trial.plan import TrialFolder
 from hpcrl.observe.trial.report import describe_trial
+from hpcrl.rundir.allocations import SILENT_S
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 
@@ -30,16 +33,20 @@ _LARGE = {
     *("code", "control", "secrets", "tensorboard", "logs"),
 }  # fmt: skip
 """Folders of a run that `last_change` does not look into."""
+_OF_REPORTS = (".py", ".js", ".css", ".html")
 _OF_EACH_RUN = ("trainer.run_name", "trainer.seed")
 """Settings in which runs of one recipe differ: the name is another column."""
 
 
-def last_change(run: Run) -> int:
+def last_change(run: Run) -> int | None:
     """Return when a file that a report may show was last changed, or hpcrl itself, in nanoseconds since 1970.
 
     Tokens, weights and checkpoints are left out: what is shown of them is recorded beside them too.
+
+    Returns:
+        None where that is not `SILENT_S` ago: of a run that was killed a report shows something else then, though no file has changed.
     """
-    newest, folders = os.stat(__file__).st_mtime_ns, [str(run.path)]
+    newest, folders = 0, [str(run.path)]
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:  # it has just been removed, or is somebody else's
             for entry in entries:
@@ -47,9 +54,16 @@ def last_change(run: Run) -> int:
                     continue
                 with suppress(OSError):
                     newest = max(newest, entry.stat(follow_symlinks=False).st_mtime_ns)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-    return newest
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+    return None if time.time_ns() - newest < SILENT_S * 1e9 else max(newest, _installed())
+
+
+@cache
+def _installed() -> int:
+    """Return when the newest file of hpcrl came to its place, in nanoseconds since 1970; installers may keep the times of changes."""
+    files = (path for path in Path(hpcrl.__file__).parent.rglob("*") if path.suffix in _OF_REPORTS)
+    return max(path.stat().st_ctime_ns for path in files)
 
 
 def project_of(

@@ -38,9 +38,11 @@ def look(folder: TrialFolder, run: Run, attempt: int) -> bool:
     for recipe, by in stopped_recipes(looks).items():
         cause = f"trial {folder.name}: recipe {recipe} cannot win any more (look {by.number}, at step {by.step})"
         for name in trial.recipes.get(recipe, ()):
+            if trial.steps in steps_evaluated(folder.run(name)):  # it only has to save and end
+                continue
             if name != run.name:
                 cancel_waiting(folder.run(name), cause)
-            elif trial.steps not in steps_evaluated(run):
+            else:
                 ask_to_stop(run, attempt, "cancelled", cause)
                 print(cause, flush=True)
                 return True
@@ -49,6 +51,8 @@ def look(folder: TrialFolder, run: Run, attempt: int) -> bool:
 
 def cancel_waiting(run: Run, cause: str) -> None:
     """Cancel a run that has no attempt yet, or whose last one was interrupted; one that has begun looks for itself."""
+    if not run.config.is_file():  # it was removed, and its outcome would make its directory again
+        return
     attempts = read_attempts(run)
     newest = attempts[-1].number if attempts else 0
     outcome = outcome_of(run, newest)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -201,9 +202,9 @@ def growing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def train(run: Run, steps: int, total: int) -> None:
+def train(run: Run, steps: int, total: int, returned: Sequence[str] = ()) -> None:
     """Open the attempt of job 8_0, and let it train steps of a minute."""
-    attempt = open_attempt(run, "8_0.0", ["n1", "n2"])
+    attempt = open_attempt(run, "8_0.0", ["n1", "n2"], returned=returned)
     times = [{"step": step, "time": attempt.started + 60 * step} for step in range(1, steps + 1)]
     run.metrics.mkdir()
     lines = [json.dumps({"attempt": 1, **each, "metrics": {STEP_SECONDS: 60.0}}) for each in times]
@@ -284,12 +285,16 @@ def test_an_attempt_on_fewer_nodes_of_the_same_job_lets_larger_requests_start(gr
     assert read_claim(growing) == RunClaim(1, "8_0.0"), "the start has the run already"
 
 
-@pytest.mark.parametrize(("ago", "large"), [(600, "4"), (None, "2,8")], ids=["too soon", "too few nodes"])
+@pytest.mark.parametrize(
+    ("ago", "large", "returned"),
+    [(600, "4", []), (None, "2,8", []), (None, "4,8", ["n3", "n4"])],
+    ids=["too soon", "too few nodes", "as many nodes as gained nothing"],
+)
 def test_a_larger_request_comes_back_when_the_run_may_grow(
-    growing: Run, tmp_path: Path, ago: int | None, large: str
+    growing: Run, tmp_path: Path, ago: int | None, large: str, returned: list[str]
 ) -> None:
     """It does not wait for the end of the smaller one."""
-    train(growing, 12, total=212)
+    train(growing, 12, total=212, returned=returned)
     now = time.time()
     if ago is not None:
         write_growth(growing, GrowthRecord(1, now - ago, 3, "8_0"))
@@ -304,7 +309,7 @@ def test_a_larger_request_comes_back_when_the_run_may_grow(
         "small=2",
     ]
     with subprocess.Popen(words, env={**os.environ, **nodes}, stdout=subprocess.DEVNULL) as process:
-        called, deadline = tmp_path / "called", time.monotonic() + 60
+        called, deadline = tmp_path / "called", time.monotonic() + 600
         while (not called.exists() or called.read_text().count("\n") < 2) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.kill()

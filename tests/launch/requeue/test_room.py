@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from hpcrl.errors import SubmitError
-from hpcrl.launch.requeue.room import expected_at_once, nodes_of_job, others_wait, seconds_left, starts_at_once
+from hpcrl.launch.requeue.room import (
+    expected_at_once,
+    keep_nodes,
+    nodes_of_job,
+    others_wait,
+    seconds_left,
+    starts_at_once,
+)
 
 # printed by sbatch of Slurm 22.05
 ANSWER = "sbatch: Job 2 to start at {start} using 8 processors on nodes n4 in partition main\n"
@@ -86,3 +94,13 @@ def test_time_and_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         nodes_of_job("7_0")
     with pytest.raises(SubmitError, match="expected the end of the job"):
         seconds_left("7_0")
+
+
+def test_nodes_that_cannot_be_given_back_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, monkeypatch, "scontrol", "echo 'job shrink is disabled' >&2; exit 1")
+    assert not keep_nodes("7_0", ["n1"])
+    assert "stay in the job: scontrol: job shrink is disabled" in capsys.readouterr().out
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    assert not keep_nodes("7_0", ["n1"]), "an attempt without room for temporary files still begins"
