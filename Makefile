@@ -34,7 +34,7 @@ test: $(VENV)/installed slurm egl
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
-	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe tests/upload
+	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe tests/upload tests/sandboxes
 
 # In an environment of their own: some want other versions than the lock has.
 trackers:

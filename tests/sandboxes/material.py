@@ -87,6 +87,15 @@ def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
             os.setgroups(groups)
 
 
+def python_of_users() -> str:
+    """Return the Python that the ordinary user of the tests has. Skips where it cannot import the packages of this one."""
+    python = sandbox._COMMAND[0]
+    shown = subprocess.run([python, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, check=True)
+    if shown.stdout.decode().strip() != str(tuple(map(int, sys.version_info[:2]))):
+        pytest.skip("the Python of ordinary users cannot import these packages")
+    return python
+
+
 def make_rootfs(path: Path, more: Sequence[str] = ()) -> Path:
     """Make a directory of an image with some programs of this machine, a small Python among them, and their libraries.
 

@@ -24,10 +24,9 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import sandbox_name
 from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
-from hpcrl.sandboxes import sandbox as module
 from hpcrl.sandboxes.images import ImageStore
 from tests.paths import QUICKSTART, ROOT
-from tests.sandboxes.material import PATIENCE_S
+from tests.sandboxes.material import PATIENCE_S, python_of_users
 
 PLACE = {"HPCRL_ATTEMPT": "1", "HPCRL_SANDBOXES": "0", "HPCRL_ADDRESS": "127.0.0.1"}
 SETTINGS = ("slurm.sandboxes.nodes=1", "slurm.sandboxes.per_node=2", 'slurm.sandboxes.network=["other"]')
@@ -51,10 +50,7 @@ def run(user: Path, image: Path) -> Run:
 @contextmanager
 def serving(run: Run, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run jobs/sandbox.py as the ordinary user of the tests."""
-    python = module._COMMAND[0]
-    shown = subprocess.run([python, "-c", "import sys; print(sys.version_info[:2])"], capture_output=True, check=True)
-    if shown.stdout.decode().strip() != str(tuple(map(int, sys.version_info[:2]))):
-        pytest.skip("the Python of ordinary users cannot import these packages")
+    python = python_of_users()
     temporary.mkdir(exist_ok=True)
     environment = {**PLACE, "TMPDIR": str(temporary)}
     job, packages = ROOT / "jobs" / "sandbox.py", Path(httpx.__file__).parents[1]
