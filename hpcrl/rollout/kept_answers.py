@@ -98,7 +98,7 @@ class SampleAnswers:
         self.forget()
         answer = _copied(KeptAnswer(self._past, _digest(said), turn, state)) if turn.done or state is not None else None
         if answer is None:
-            self.ended = True
+            self.ended, self.state = True, None  # an older state is not that after the newest answer
         else:
             self._past, self.state = answer.name, state
             self.new.append(answer)
