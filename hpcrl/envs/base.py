@@ -6,7 +6,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +27,8 @@ An image is the bytes of a file, an image of Pillow, a data URL or an absolute p
 
 LONGEST_STATE = 1 << 16
 """Characters of an environment's state."""
+WAITING: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("WAITING", default=nullcontext)
+"""Returns what a call of an environment enters while it waits for a place that another sample may have: it holds no thread meanwhile."""
 
 
 @dataclass(frozen=True)

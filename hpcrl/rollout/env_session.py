@@ -81,13 +81,14 @@ class Answer(Generic[R]):
                 raise UserCodeError(f"took longer than environment.timeout_seconds ({limit})") from None
 
 
-def ask(function: Callable[[], R], threads: CallThreads | None, where: str) -> Answer[R]:
+def ask(function: Callable[[], R], threads: CallThreads | None, where: str, *, opens: bool = False) -> Answer[R]:
     """Begin a call of an environment or a reward.
 
     Args:
         threads: as of `EnvSession`.
+        opens: as of Call.
     """
-    return Answer(function, threads.call(function) if threads else None, where)
+    return Answer(function, threads.call(function, opens=opens) if threads else None, where)
 
 
 def place_of(work: Work) -> str:
@@ -128,11 +129,11 @@ class EnvSession:
         messages = list(self._work.prompt.messages)
         if self._rewards is not None:
             return Answer(lambda: messages, None, self.where)
-        return self._ask(lambda: self._opening(messages))
+        return self._ask(lambda: self._opening(messages), opens=True)
 
     def begin(self, first: Callable[[Any], R]) -> Answer[R]:
         """Make the environment, and ask it what it is asked first."""
-        return self._ask(lambda: first(self._make()))
+        return self._ask(lambda: first(self._make()), opens=True)
 
     def step(
         self, text: str, n_tokens: int, image: np.ndarray | None = None, latents: np.ndarray | None = None
@@ -260,8 +261,8 @@ class EnvSession:
             self._answers.add(turn, state, *said)
         return turn
 
-    def _ask(self, function: Callable[[], R]) -> Answer[R]:
-        answer = ask(function, self._threads, self.where)
+    def _ask(self, function: Callable[[], R], *, opens: bool = False) -> Answer[R]:
+        answer = ask(function, self._threads, self.where, opens=opens)
         self._last = answer.call
         return answer
 

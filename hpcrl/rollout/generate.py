@@ -294,10 +294,10 @@ class GroupGenerator:
         return EnvSession(work, self._rewards[work.kind], extras, tokens, self.threads, answers)
 
     async def _generate(self, episodes: Sequence[Episode], work: Work) -> None:
-        """Generate the samples of a group, and after them its greedy response."""
+        """Generate the samples of a group, and its greedy response, which is the last of the episodes where there is one."""
         episodes[0].cache.leave(range(work.n_samples))  # an environment may wait long for what it begins with
         asked = [(episode, episode.session.open()) for episode in episodes]
-        if self._config.max_turns > 1:
+        if self._config.max_turns > 1 or self._extras["sandboxes"]:
             # a sample that has begun does not wait for others, which may need the place that it has
             await asyncio.gather(*(self._begun(*one, episodes, work) for one in asked))
             return
@@ -354,12 +354,14 @@ class GroupGenerator:
             self._say(episode, one, await self._answer(episode, asked_one), over=True)
 
     async def _turns(self, episode: Episode, kind: Kind) -> None:
+        if episode.failure:
+            return
         if episode.session.plays:
             await self._play(episode, self._params[kind])
             return
         prompt = episode.prompt
         for turn in range(self._config.max_turns):
-            if episode.failure or self._too_long(episode, prompt.token_ids):
+            if self._too_long(episode, prompt.token_ids):
                 return
             if turn and self._config.step_wise_trajectories:
                 episode.transcripts.append(Transcript(*prompt))

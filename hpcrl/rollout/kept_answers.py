@@ -18,6 +18,8 @@ from hpcrl.rundir.commit import digest_of
 
 LONGEST_ANSWER = 1 << 20
 """Characters of a kept answer as JSON, its state included."""
+_FIRST = "observations", "reward", "done", "metrics", "action"
+_PLAIN = Turn([], 0.0, done=False)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,10 @@ class KeptAnswer:
 
     @property
     def line(self) -> dict[str, Any]:
-        return {"past": self.past, "said": self.said, "answer": vars(self.turn), "state": self.state}
+        # later fields only where they are set: names are digests of lines, and stay what earlier versions have made them
+        own = vars(self.turn).items()
+        answer = {name: value for name, value in own if name in _FIRST or value != getattr(_PLAIN, name)}
+        return {"past": self.past, "said": self.said, "answer": answer, "state": self.state}
 
     @cached_property
     def name(self) -> str:
@@ -93,7 +98,7 @@ class SampleAnswers:
         self.forget()
         answer = _copied(KeptAnswer(self._past, _digest(said), turn, state)) if turn.done or state is not None else None
         if answer is None:
-            self.ended = True
+            self.ended, self.state = True, None  # an older state is not that after the newest answer
         else:
             self._past, self.state = answer.name, state
             self.new.append(answer)

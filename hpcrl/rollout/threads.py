@@ -7,11 +7,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from hpcrl.envs.base import WAITING
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,14 +55,17 @@ class Call(Generic[R]):
     Attributes:
         asked, began: by the clock of the threads; began is None while it waits for its turn.
         computed_s: processor time of its thread.
+        opens: it begins a sample.
+        waits: it waits for a place of another sample, and holds no thread.
         ended: nothing of it runs any more, or will.
         given_up: nobody waits for its end.
         then: called after it in its thread, where it was given up.
         known: done when the loop has heard that it ended or was given up.
     """
 
-    def __init__(self, function: Callable[[], R], limit_s: float, asked: float) -> None:
-        self._function, self._limit_s, self.asked = function, limit_s, asked
+    def __init__(self, function: Callable[[], R], limit_s: float, asked: float, *, opens: bool = False) -> None:
+        self._function, self._limit_s, self.asked, self.opens = function, limit_s, asked, opens
+        self.waits = False
         self.computed_s = 0.0
         self._value: R
         self._error: BaseException | None = None
@@ -146,11 +152,13 @@ class Notices:
 class CallThreads:
     """Makes calls in a bounded number of threads that are used again, each call within a time limit.
 
-    As long as calls are quick, one thread makes them all; where calls wait, others join it.
+    As long as calls are quick, one thread makes them all; where calls wait, others join it. A call that waits for a place which another
+    sample may have, see `WAITING`, does not count meanwhile: that sample's calls need the threads.
 
     Args:
-        most: calls that run at the same time at most, those that were given up not counted.
-        seconds: of each call, the wait for its turn not counted; 0: any time.
+        most: calls that run at the same time at most, those that were given up not counted; also those that begin samples, with the
+            waiting ones.
+        seconds: of each call, the waits for its turn and for a place not counted; 0: any time.
 
     Attributes:
         clock: by which calls are timed; stopped while what they may wait for cannot answer.
@@ -159,18 +167,24 @@ class CallThreads:
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds, self.clock = most, seconds, StoppableClock()
         self._lock = threading.Lock()
-        self._waiting, self._running, self._notices = deque[Call[Any]](), set[Call[Any]](), Notices()
+        self._waiting, self._opening = deque[Call[Any]](), deque[Call[Any]]()
+        self._running, self._notices = set[Call[Any]](), Notices()
+        self._opened = self._absent = 0  # calls under way that begin samples, or wait for a place
         self._times = CallTimes()
         self._at_work = self._idle = 0  # threads, those that were given up not counted
         self._wake = SimpleQueue[None]()
         self._helping: asyncio.TimerHandle | None = None
         self._watching: asyncio.TimerHandle | None = None
 
-    def call(self, function: Callable[[], R]) -> Call[R]:
-        """Have `function` called as soon as there is a thread for it."""
-        call, loop = Call(function, self._seconds, self.clock.now()), asyncio.get_running_loop()
+    def call(self, function: Callable[[], R], *, opens: bool = False) -> Call[R]:
+        """Have `function` called as soon as there is a thread for it.
+
+        Args:
+            opens: as of Call.
+        """
+        call, loop = Call(function, self._seconds, self.clock.now(), opens=opens), asyncio.get_running_loop()
         with self._lock:
-            self._waiting.append(call)
+            self._queue(call).append(call)
             if not self._at_work:
                 self._join(loop)
         if self._helping is None:
@@ -196,7 +210,7 @@ class CallThreads:
         """
         with self._lock:
             if call.began is None and not call.ended:
-                self._waiting.remove(call)
+                self._queue(call).remove(call)
                 call.ended = True
             if call.ended:
                 return False
@@ -209,9 +223,21 @@ class CallThreads:
         if not call.given_up:
             call.given_up = True
             self._leave(call, self.clock.now())
-            self._at_work -= 1
-            if self._waiting:
+            self._opened -= call.opens
+            if call.waits:
+                call.waits, self._absent = False, self._absent - 1
+            else:
+                self._at_work -= 1
+            if self._due() is not None and self._at_work < self._most:
                 self._join(asyncio.get_running_loop())
+
+    def _queue(self, call: Call[Any]) -> deque[Call[Any]]:
+        return self._opening if call.opens else self._waiting
+
+    def _due(self) -> deque[Call[Any]] | None:
+        """Return the queue whose first call is next; None where none may begin. The lock is held."""
+        queues = [self._waiting, self._opening] if self._opened < self._most else [self._waiting]
+        return min(filter(None, queues), key=lambda queue: queue[0].asked, default=None)
 
     def _join(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have one more thread at work. The lock is held."""
@@ -224,9 +250,10 @@ class CallThreads:
 
     def _help(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            for _ in range(min(self._at_work, self._most - self._at_work, len(self._waiting))):
+            may_open = min(len(self._opening), self._most - self._opened)
+            for _ in range(min(max(1, self._at_work), self._most - self._at_work, len(self._waiting) + may_open)):
                 self._join(loop)
-            self._helping = loop.call_later(_QUICK_S, self._help, loop) if self._waiting else None
+            self._helping = loop.call_later(_QUICK_S, self._help, loop) if self._due() is not None else None
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         oldest = now = self.clock.now()
@@ -239,13 +266,14 @@ class CallThreads:
                 self._release(call)
                 if not call.known.done():
                     call.known.set_result(None)
-            busy = self._running or self._waiting
+            busy = self._running or self._waiting or self._opening or self._absent
         left = max(oldest + self._seconds - now, _WATCH_S)
         self._watching = loop.call_later(left, self._watch, loop) if busy else None
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             while (call := self._next()) is not None:
+                WAITING.set(partial(self._away, call, loop))
                 call.run()
                 if not self._end(call, loop):
                     return
@@ -266,16 +294,44 @@ class CallThreads:
 
     def _next(self) -> Call[Any] | None:
         with self._lock:
-            if not self._waiting:
+            queue = self._due()
+            if queue is None or self._at_work > self._most:
                 self._at_work -= 1
                 self._idle += 1
                 return None
-            call = self._waiting.popleft()
+            call = queue.popleft()
+            self._opened += call.opens
             call.began = self.clock.now()
-            if not self._running:
-                self._times.set_busy(True, call.began)
-            self._running.add(call)
+            self._enter(call)
             return call
+
+    @contextmanager
+    def _away(self, call: Call[Any], loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Leave the thread's place to another call as long as the block lasts; it may be above `most` for the moment that follows."""
+        with self._lock:
+            since = self.clock.now()
+            if not call.given_up:
+                call.waits, self._absent = True, self._absent + 1
+                self._leave(call, since)
+                self._at_work -= 1
+                if self._due() is not None:
+                    self._join(loop)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if call.waits:  # else it was given up
+                    assert call.began is not None
+                    call.waits, self._absent = False, self._absent - 1
+                    call.began += self.clock.now() - since
+                    self._at_work += 1
+                    self._enter(call)
+
+    def _enter(self, call: Call[Any]) -> None:
+        """Count a call as running. The lock is held."""
+        if not self._running:
+            self._times.set_busy(True, self.clock.now())
+        self._running.add(call)
 
     def _leave(self, call: Call[Any], now: float) -> None:
         """Count a call as running no more. The lock is held."""
@@ -290,6 +346,7 @@ class CallThreads:
             if not call.given_up:
                 now = self.clock.now()
                 self._leave(call, now)
+                self._opened -= call.opens
                 self._times.add(call, now)
         if call.given_up:
             if call.then is not None:

@@ -75,7 +75,8 @@ class Talks(CountLetters):
 
 
 class Loses(Talks):
-    """Goes on from a state; the calls that `lost` names fail in that order, as those of a sandbox whose node is gone."""
+    """Goes on from a state; the calls that `lost` names fail in that order, as those of a sandbox whose node is gone. With "none" it has
+    no state after its next step."""
 
     lost: ClassVar[list[str]] = []
 
@@ -90,6 +91,9 @@ class Loses(Talks):
 
     def state(self) -> str | None:
         self._lose("state")
+        if self.answered and self.lost[:1] == ["none"]:
+            self.lost.pop(0)
+            return None
         return str(self.answered)
 
     def resume(self, state: str) -> None:

@@ -19,6 +19,7 @@ from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.data.chat.prompt_tokens import cut_at_stop
 from hpcrl.engines.vllm.client import EngineClient
+from hpcrl.envs.tools.sandboxes import Sandboxes
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
@@ -48,8 +49,11 @@ def generate(
     config: GeneratorConfig = CONFIG,
     environment: EnvironmentConfig = ENVIRONMENT,
     baselines: bool = False,
+    **more: Any,
 ) -> Group:
-    return with_engine(lambda engine: GroupGenerator(engine, TOKENIZER, config, environment, baselines).generate(item))
+    return with_engine(
+        lambda engine: GroupGenerator(engine, TOKENIZER, config, environment, baselines, **more).generate(item)
+    )
 
 
 def test_samples_say_who_chose_each_token(with_engine: WithEngine[Any], models: list[Path]) -> None:
@@ -319,12 +323,13 @@ def test_an_environment_that_takes_too_long(with_engine: WithEngine[Any]) -> Non
     assert sorted(environments.CLOSED) == ["closed"] * 6 + ["stepped"] * 6
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_input_length": 40}])
+@pytest.mark.parametrize(("turns", "limits"), [(5, {}), (5, {"max_input_length": 40}), (1, {})])
 def test_samples_with_a_place_go_on_while_others_wait_for_one(
-    with_engine: WithEngine[Any], limits: dict[str, int]
+    with_engine: WithEngine[Any], turns: int, limits: dict[str, int]
 ) -> None:
-    """Also one that ends at a limit leaves its place."""
-    group = generate(with_engine, work("OnePlace"), replace(CONFIG, max_turns=5, **limits))
+    """Also one that ends at a limit leaves its place, and one that has a single turn."""
+    sandboxes = Sandboxes(list)
+    group = generate(with_engine, work("OnePlace"), replace(CONFIG, max_turns=turns, **limits), sandboxes=sandboxes)
     assert group.failures == []
     assert len(group.conversations) == 6
 
@@ -335,6 +340,9 @@ def test_an_answer_that_is_lost_with_its_sandbox_is_asked_for_again(with_engine:
     group = generate(with_engine, work("Loses", n_samples=1), config)
     assert (group.failures, environments.Loses.lost) == ([], [])
     assert group.samples[0].env_metrics["answered"] == 3
+    environments.Loses.lost[:] = ["none", "step"]
+    group = generate(with_engine, work("Loses", n_samples=1), config)
+    assert "its node is gone" in group.failures[0], "the state before is not that after the newest answer"
     environments.Loses.lost[:] = ["step"] * 3
     group = generate(with_engine, work("Loses", n_samples=1), config)
     assert "its node is gone" in group.failures[0]

@@ -14,10 +14,13 @@ import pytest
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.cache_files import read_turns, turn_files
 from hpcrl.engines.embedded.rollout import Embedded
+from hpcrl.envs.base import Turn
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.generation_cache import GenerationCache, GroupCache
 from hpcrl.rollout.group import Group
+from hpcrl.rollout.kept_answers import KeptAnswer, SampleAnswers, by_past
+from hpcrl.rundir.commit import digest_of
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Work
 from tests.rollout.conftest import WithEngine, runner
@@ -437,3 +440,16 @@ def test_rewards_that_were_given_are_kept(run: Run, asked: list[str]) -> None:
     assert asked == ["paid"] * 6
     played(run, "rollout-1", left(run, work()), environment=replace(paid, reward_function={f"{HERE}:paid": 2.0}))
     assert asked == ["paid"] * 12, "of other settings they are others"
+
+
+def test_answers_that_an_earlier_version_has_kept_follow_each_other() -> None:
+    """Before turns had roles; each names the one before it by a digest of its line."""
+    answer = {"observations": [], "reward": 0.0, "done": False, "metrics": {}, "action": None}
+    first = {"past": "sample", "said": "a", "answer": answer, "state": "1"}
+    second = {**first, "past": digest_of(json.dumps(first).encode()), "state": "2"}
+    kept = by_past(filter(None, map(KeptAnswer.of, (first, second))))
+    last = SampleAnswers("sample", kept).last
+    assert last
+    assert last.state == "2"
+    new = KeptAnswer("sample", "a", Turn([], 0.0, done=False, role="guesser", trained=False), "1")
+    assert KeptAnswer.of(json.loads(json.dumps(new.line))) == new

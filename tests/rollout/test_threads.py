@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from hpcrl.envs.base import WAITING
+from hpcrl.envs.tools.sandboxes import Sandboxes
+from hpcrl.errors import ServiceError
 from hpcrl.rollout.threads import Call, CallThreads, Notices, TooLong
 
 SLOW_S = 0.1
@@ -67,6 +70,70 @@ def test_slow_calls_run_at_the_same_time(most: int) -> None:
 
     play(main)
     assert max(seen) == min(most, 8)
+
+
+def test_a_call_that_waits_for_a_place_holds_no_thread() -> None:
+    """As a sample that waits for a sandbox, which another one has: all threads would wait, and none be left for that one's steps."""
+
+    async def main() -> None:
+        threads, free, waiting = CallThreads(2, 30.0), threading.Event(), list[int]()
+
+        def begin(number: int) -> int:
+            waiting.append(number)
+            with WAITING.get()():
+                assert free.wait(60)
+            return number
+
+        begun = [threads.call(lambda n=n: begin(n), opens=True) for n in range(6)]
+        await asyncio.to_thread(wait_until, lambda: len(waiting) == 2)
+        assert await results([threads.call(lambda n=n: n) for n in range(9)]) == list(range(9))
+        assert len(waiting) == 2, "as many wait as there may be calls"
+        await threads.call(free.set).result()
+        assert await results(begun) == list(range(6))
+        assert (threads._at_work, threads._opened, threads._absent, len(threads._running)) <= (2, 0, 0, 0)
+
+    play(main)
+
+
+def test_the_wait_for_a_place_is_not_timed_and_what_follows_is() -> None:
+    async def main() -> None:
+        threads, given_up, go = CallThreads(1, 2 * SLOW_S), threading.Event(), threading.Event()
+
+        def call(after_s: float) -> str:
+            with WAITING.get()():
+                time.sleep(4 * SLOW_S)
+            time.sleep(after_s)
+            return "answer"
+
+        assert await threads.call(lambda: call(0.0)).result() == "answer"
+        with pytest.raises(TooLong):
+            await threads.call(lambda: call(4 * SLOW_S)).result()
+
+        def waits() -> None:
+            with WAITING.get()():
+                assert go.wait(60)
+
+        last = threads.call(waits)
+        await asyncio.to_thread(wait_until, lambda: last.waits)
+        assert threads.give_up(last, given_up.set)
+        go.set()
+        await asyncio.to_thread(wait_until, given_up.is_set)
+        assert await results([threads.call(lambda: "next")]) == ["next"]
+        assert threads._at_work <= 1
+
+    play(main)
+
+
+def test_a_start_of_a_sandbox_waits_without_a_thread() -> None:
+    async def main() -> None:
+        threads = CallThreads(1, 30.0)
+        started = threads.call(lambda: Sandboxes(list).start("image", wait_s=1.0), opens=True)
+        await asyncio.to_thread(wait_until, lambda: started.waits)
+        assert await threads.call(lambda: started.ended).result() is False
+        with pytest.raises(ServiceError, match="no server is there"):
+            await started.result()
+
+    play(main)
 
 
 def test_the_times_of_calls() -> None:

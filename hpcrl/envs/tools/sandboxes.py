@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from hpcrl.envs.base import WAITING
 from hpcrl.envs.tools.http import GivenUp, Peer
 from hpcrl.envs.tools.requests import Compressed, ServiceAnswer, build_request, in_background, send
 from hpcrl.errors import DeviceError, SandboxError, ServiceError
@@ -100,7 +101,8 @@ class Sandboxes:
                 raise DeviceError(f"no node of the run has sandboxes: {why}; what they need is in docs/sandboxes.md")
             if (left := deadline - time.monotonic()) <= 0:
                 raise ServiceError(f"no sandbox of image {image!r} within {wait_s:g} s: {why}")
-            time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
+            with WAITING.get()():  # samples with a sandbox go on, and end
+                time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
             wait = min(_LONGEST_WAIT_S, 2 * wait)
 
 

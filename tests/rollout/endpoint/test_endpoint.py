@@ -20,7 +20,7 @@ from hpcrl.config.sections.environment import AgentConfig, SkyRLGymConfig
 from hpcrl.data.group_file import check_group
 from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Messages, Turn
-from hpcrl.errors import ConfigError, EngineError, RunError
+from hpcrl.errors import ConfigError, EngineError, RunError, ServiceError
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.generate import GroupGenerator
@@ -81,6 +81,11 @@ class Plays(AgentEnvironment):
         return PLAYED[-1](messages, Client(endpoint))
 
 
+class NeverBegins(Plays):
+    def init(self, messages: Messages) -> Messages:  # noqa: ARG002
+        raise ServiceError("no sandbox within 600 s")
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -96,9 +101,11 @@ def played(
     config: GeneratorConfig = CONFIG,
     environment: EnvironmentConfig = EnvironmentConfig(),  # noqa: B008  frozen
     n_samples: int = 1,
+    made: type[Plays] = Plays,
 ) -> Group:
     """Return a group whose samples were played by a function."""
-    item = Work("g7", "train", Prompt("row3", [user("sort: bca")], f"{__name__}:Plays", {}, "letters"), n_samples, 40)
+    name = f"{__name__}:{made.__name__}"
+    item = Work("g7", "train", Prompt("row3", [user("sort: bca")], name, {}, "letters"), n_samples, 40)
     PLAYED.append(play)
 
     async def generate(engine: Engine) -> Group:
@@ -434,3 +441,11 @@ def test_a_program_that_hangs_is_ended_and_its_sample_counts_as_the_others(
         len(text) + 1 for row, text in zip(group.samples, group.texts, strict=True) if row.loss_mask.any()
     ]
     assert [row.rewards.sum() for row in group.samples if row.stop_reason == "failed"] == [np.mean(rewards)]
+
+
+def test_an_agent_that_cannot_begin_does_not_play(with_engine: WithEngine[Any]) -> None:
+    def play(*_: Any) -> Turn:
+        raise AssertionError("it has not begun")
+
+    group = played(with_engine, play, made=NeverBegins)
+    assert group.failures[0].endswith("no sandbox within 600 s")
