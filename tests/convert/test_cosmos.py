@@ -435,8 +435,8 @@ def test_preferences_are_learned_without_a_reference() -> None:
     assert (entry.kind, entry.target) == ("translated", "trainer.dpo")
     few = of({"train": train, "policy": policy, "custom": custom | {"dpo_loss_weights": [0.5]}})
     assert few.values["trainer.dpo.loss_weights"] == [], "the source takes 1 each then"
-    wrong = of({"train": train, "policy": policy, "custom": {"dpo_loss_type": ["kto"]}})
-    assert 'found "kto"' in conflicts(wrong)["trainer.dpo.loss_type"]
+    wrong = of({"train": train, "policy": policy, "custom": {"dpo_loss_type": ["nca"]}})
+    assert 'found "nca"' in conflicts(wrong)["trainer.dpo.loss_type"]
     assert of({"custom": custom}).values["environment.custom"] == custom, "another trainer does not read it"
 
 

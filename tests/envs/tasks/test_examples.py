@@ -20,7 +20,7 @@ from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.sections.environment import LLMJudgeConfig, RobotConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.sources import Source
-from hpcrl.envs.base import Environment, state_of
+from hpcrl.envs.base import Environment, Turn, state_of
 from hpcrl.envs.examples import CORPUS, databases, rows_of
 from hpcrl.envs.examples.make import MAKERS, rows
 from hpcrl.envs.registry import ENVIRONMENTS, common_extras, environment_class, make_environment
@@ -243,7 +243,7 @@ def test_another_process_goes_on_after_each_turn(page: str, config: EnvironmentC
 
 
 def test_the_environment_of_the_docs_works() -> None:
-    code, _settings = re.findall(
+    code, _settings, turns = re.findall(
         r"^```python\n(.*?)^```", (DOCS / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {}
@@ -254,5 +254,7 @@ def test_the_environment_of_the_docs_works() -> None:
     assert turn.observations[0]["content"] == "I could sell it for 90. You have 3 more words with me."
     assert environment.step("Deal!").reward == pytest.approx(0.1)
     environment.close()
+    hint, answer = (eval(line, {"Turn": Turn}) for line in turns.splitlines())
+    assert (hint.role, answer.rewards) == ("hinter", {"hinter": 0.5})
     with pytest.raises(DataError, match="`price`"):
         names["Negotiate"]({})

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.algorithms.losses import POLICY_LOSSES
 from hpcrl.config.sections.algorithm import AlgorithmConfig
-from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, DPOConfig
+from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, UNPAIRED_LOSSES, DPOConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
@@ -141,7 +141,8 @@ def test_placeholders_that_are_never_said_are_on_the_device_once() -> None:
 
 
 def test_no_micro_batch_of_pairs_waits() -> None:
-    dpo = DPOConfig(loss_type=list(PREFERENCE_LOSSES), label_smoothing=0.1)
+    losses = [name for name in PREFERENCE_LOSSES if name not in UNPAIRED_LOSSES]
+    dpo = DPOConfig(loss_type=losses, label_smoothing=0.1)
     model, batch, objective = policy(), micro_batch(), build_preference_objective(dpo)
     found: list[str] = []
     with Copies(found), Made(found):
