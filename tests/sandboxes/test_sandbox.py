@@ -189,28 +189,30 @@ def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
-def test_what_a_list_of_blocks_names_is_in_the_directory(tmp_path: Path) -> None:
+def test_what_a_list_of_blocks_names_is_in_the_directory(user: Path) -> None:
     """A damaged block is removed, and no list leads to a file of another directory."""
-    blocks, other = tmp_path / "kept" / "blocks", tmp_path / "other.z"
+    place = user / "lists"
+    blocks, other = place / "kept" / "blocks", place / "other.z"
     blocks.mkdir(parents=True)
     other.write_bytes(b"content")
-    store = SnapshotStore(tmp_path / "kept")
-    for listed in (b"../../other\n", f"{tmp_path}/other\n".encode(), b"\xff\n"):
+    store = SnapshotStore(place / "kept")
+    for listed in (b"../../other\n", f"{place}/other\n".encode(), b"\xff\n"):
         digest = hashlib.sha256(listed).hexdigest()
-        (tmp_path / "kept" / f"{digest}.blocks").write_bytes(listed)
+        (place / "kept" / f"{digest}.blocks").write_bytes(listed)
         with pytest.raises(DamagedError, match=digest), store.opened(digest):
             pass
     assert other.read_bytes() == b"content"
 
 
-def test_what_is_no_list_keeps_no_blocks(tmp_path: Path) -> None:
+def test_what_is_no_list_keeps_no_blocks(user: Path) -> None:
     """Snapshots of earlier versions are whole archives, which may be large."""
-    blocks, name = tmp_path / "blocks", "0" * 64
-    blocks.mkdir()
+    place = user / "earlier"
+    blocks, name = place / "blocks", "0" * 64
+    blocks.mkdir(parents=True)
     (blocks / f"{name}.z").write_bytes(b"old")
-    (tmp_path / f"{name}.tar.gz").write_bytes(name.encode())
+    (place / f"{name}.tar.gz").write_bytes(name.encode())
     os.utime(blocks / f"{name}.z", (0, 0))
-    assert SnapshotStore(tmp_path).collect(list) == 1
+    assert SnapshotStore(place).collect(list) == 1
     assert not list(blocks.iterdir())
 
 
