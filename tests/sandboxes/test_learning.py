@@ -1,11 +1,10 @@
-"""configs/fix_line.toml as it is, as an ordinary user: a tiny policy learns by the tools of a sandbox, and is evaluated with sandboxes.
+"""configs/fix_line.toml as it is, as an ordinary user: a tiny policy learns by the tools of a sandbox.
 
 Slow; see docs/development.md.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -33,12 +32,12 @@ def hpcrl(*words: str, cwd: Path, timeout: float = 600) -> subprocess.CompletedP
 
 @pytest.mark.slow
 def test_a_policy_learns_to_correct_a_line(user: Path) -> None:
-    """Greedy decoding writes `+` at the start, which is right for a third of the scripts. What evaluates and rescores serves sandboxes too."""
+    """Greedy decoding writes `+` at the start, which is right for a third of the scripts."""
     subprocess.run([python_of_users(), CONFIGS / "fix_line" / "image.py", "image"], cwd=user, check=True)
     added = hpcrl("image", "add", "shell", "image", "--root", "runs", cwd=user)
     assert added.returncode == 0, added.stderr
-    settings = ["trainer.run_name=learns", f"trainer.hf_save_interval={STEPS}"]
-    done = hpcrl("submit", str(CONFIGS / "fix_line.toml"), "--local", "--follow", *settings, cwd=user, timeout=3600)
+    words = ["submit", str(CONFIGS / "fix_line.toml"), "--local", "--follow", "trainer.run_name=learns"]
+    done = hpcrl(*words, cwd=user, timeout=3600)
     run = Run(user / "runs" / "fix_line" / "learns")
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = eval_score(run, 0), eval_score(run, STEPS)
@@ -46,12 +45,3 @@ def test_a_policy_learns_to_correct_a_line(user: Path) -> None:
     assert set(curve(run, "generate/failed_samples").values()) == {0.0}
     assert before == pytest.approx(1 / 3)
     assert after >= 0.9
-
-    data = str(CONFIGS / "fix_line" / "data" / "validation.jsonl")
-    evaluated = hpcrl("eval", str(run.path), "--data", data, "--json", "-o", "evaluated", cwd=user)
-    assert evaluated.returncode == 0, evaluated.stderr
-    rescored = hpcrl("rescore", str(user / "evaluated"), "--json", "-o", "rescored", cwd=user)
-    assert rescored.returncode == 0, rescored.stderr
-    tables = [json.loads(one.stdout) for one in (evaluated, rescored)]
-    assert tables[0]["failures"] == []
-    assert [table["metrics"]["eval/all/avg_score"] for table in tables] == [pytest.approx(after)] * 2
