@@ -389,8 +389,9 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
     other.config.write_text(other.config.read_text().replace("lr = 2e-4", 'lr = 1e-5 # "</script>'))
     (folder.project / "broken").mkdir()
     Run(folder.project / "broken").config.write_text("</script>[")
+    now = time.time()
     for path in folder.project.rglob("*"):
-        os.utime(path, (time.time() - 600,) * 2, follow_symlinks=False)
+        os.utime(path, (now - 600, now - 600), follow_symlinks=False)
     code = "import sys; from hpcrl.cli.main import main; code = main(sys.argv[1:]); sys.exit(code or len({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code, "report", "--project", "p", "-o", "page.html"], cwd=tmp_path, capture_output=True, text=True,
@@ -412,7 +413,7 @@ def test_the_page_of_a_project_has_runs_trials_and_links_and_needs_no_torch(
         assert main(["report", "--project", str(named), "-o", "page.html"]) == 0
         assert "7 runs, 1 trials" in capsys.readouterr().out
     evaluated(folder.run("t.good-0"), 10, 0.8)
-    os.utime(folder.run("t.good-0").config, (time.time() + 3600,) * 2)  # this test may take its time
+    os.utime(folder.run("t.good-0").config, (now + 3600, now + 3600))  # this test may take its time
     assert kept() == kept() == [False, True], "what has just changed may have ended, which no file says"
     source = Path(page.__file__)
     source.chmod(source.stat().st_mode)  # as if it had just been installed
