@@ -111,8 +111,8 @@ def fewest_nodes(
 ) -> LayoutChoice:
     """Return the layout of fewest nodes whose steps are expected to be as short as those of a choice; the choice where it has them itself.
 
-    Where one role waits for the other, more nodes for the one that waits gain nothing. A measured step counts only where it is longer than
-    the formula expects: it may be old, from before answers became long.
+    Where one role waits for the other, more nodes for the one that waits gain nothing. Of a smaller layout the longer of the expected and the
+    measured step counts, of the choice the shorter one: a measure may be old, from when answers had another length.
 
     Args:
         smaller: layouts of fewer nodes.
@@ -122,7 +122,8 @@ def fewest_nodes(
         (max(times.expected_step_s(layout.sizes), _measured_step_s(layout, measured) or 0.0), layout)
         for layout in smaller
     ]
-    alike = [found for found in expected if choice.step_s and found[0] <= (1 + ALIKE) * choice.step_s]
+    own_s = min(times.expected_step_s(choice.layout.sizes), choice.step_s or 0.0)
+    alike = [found for found in expected if found[0] <= (1 + ALIKE) * own_s]
     if not alike:
         return choice
     step_s, layout = min(alike, key=lambda found: (found[1].nodes, found[0]))

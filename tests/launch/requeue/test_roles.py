@@ -92,6 +92,7 @@ def test_of_one_layout_no_choice_is_explained() -> None:
         (sizes(1, 1), {"trains": 1.0, "generates": 0.9, "for_samples": 0.0, "for_training": 0.1}, [(sizes(1, 1), 110.0)], 3),
         (sizes(1, 2), {"trains": 1.0, "generates": 0.4, "for_samples": 0.0, "for_training": 0.6}, [(sizes(1, 2), 100.0)], 2),
         (sizes(1, 2), {"trains": 1.0, "generates": 0.6, "for_samples": 0.0, "for_training": 0.4}, [], 3),
+        (sizes(1, 1), {"trains": 0.1, "generates": 1.0, "for_samples": 0.9, "for_training": 0.0}, [(sizes(1, 2), 110.0)], 3),
         (sizes(1, 2), {"trains": 1.0, "generates": 0.6, "for_samples": 0.0, "for_training": 0.4}, [(sizes(1, 1), 50.0)], 3),
     ],
 )  # fmt: skip
