@@ -18,12 +18,15 @@ INDEX = ".metadata"
 
 _DCP = "torch.distributed.checkpoint"
 _KNOWN = re.compile(
-    rf"{_DCP}\.metadata\.(Metadata|MetadataIndex|TensorStorageMetadata|ChunkStorageMetadata|TensorProperties|_MEM_FORMAT_ENCODING|StorageMeta"
+    rf"{_DCP}\.metadata\.(Metadata|MetadataIndex|TensorStorageMetadata|ChunkStorageMetadata|TensorProperties|StorageMeta"
     # what torch would unpickle itself, were it asked for: checkpoints of hpcrl 0.1 have some that nothing asks for
     rf"|BytesStorageMetadata)|{_DCP}\.filesystem\._StorageInfo|torch\.serialization\._get_layout"
     r"|torch\.(b?float\d+\w*|complex\d+|u?int\d+|bool)|pathlib\.(_local\.)?PosixPath"
 )
 _SIZE = "torch.Size"
+_FORMATS = f"{_DCP}.metadata._MEM_FORMAT_ENCODING"
+_FORMAT = re.compile(r"TORCH_[A-Z_]+")
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
 _SHOWN = 200  # characters of a name
 _BROKEN = (
     pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError, OverflowError, MemoryError, RecursionError,
@@ -47,11 +50,30 @@ class Object:
         self.state = state
 
 
+class _Formats(Object):
+    """The enumeration of memory formats."""
+
+
+class _NamedFormat(Object):
+    """A memory format as getattr(enumeration, name), which Python 3.11 before 3.11.4 writes, Debian 12's for instance."""
+
+    def __new__(cls, *arguments: object) -> _NamedFormat:
+        """Accept what gives a member of the enumeration, and no other attribute of anything."""
+        whole, name = arguments if len(arguments) == 2 else (None, None)
+        if whole is not _Formats or not isinstance(name, str) or not _FORMAT.fullmatch(name):
+            raise _Unknown("getattr of something else than a memory format")
+        return super().__new__(cls)
+
+
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         named = f"{module}.{name}"
         if named == _SIZE:
             return tuple
+        if named == _FORMATS:
+            return _Formats
+        if named in _GETATTR:
+            return _NamedFormat
         if not _KNOWN.fullmatch(named):
             raise _Unknown(named[:_SHOWN])
         return Object

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -65,6 +66,24 @@ def test_an_index_of_torch_is_read(tmp_path: Path, dtype: torch.dtype, protocol:
     ((key, place),) = found["storage_data"].items()
     assert key.state == {"fqn": "weight", "index": 0, "offset": (0, 0)}
     assert place.state == {"relative_path": "__0_0.distcp", "offset": 0, "length": 10}
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_an_index_that_another_python_wrote_is_read(
+    tmp_path: Path, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12's Python 3.11.2 writes members of enumerations by their names."""
+
+    def by_name(member: Any, _protocol: int) -> tuple[Any, ...]:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    data = pickle.dumps(index(), protocol)
+    assert b"getattr" in data
+    assert read_index(written(tmp_path, data))["state_dict_metadata"]["weight"].state["size"] == (2, 3)
+    for other in (b"__subclasses__________", b"TORCH_contiguous_forma"):
+        with pytest.raises(CommitError, match="getattr of something else"):
+            read_index(written(tmp_path, data.replace(b"TORCH_CONTIGUOUS_FORMAT"[: len(other)], other)))
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
