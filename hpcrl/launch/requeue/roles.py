@@ -111,8 +111,8 @@ def fewest_nodes(
 ) -> LayoutChoice:
     """Return the layout of fewest nodes whose steps are expected to be as short as those of a choice; the choice where it has them itself.
 
-    Where one role waits for the other, more nodes for the one that waits gain nothing. Of a smaller layout the longer of the expected and the
-    measured step counts, of the choice the shorter one: a measure may be old, from when answers had another length.
+    Where one role waits for the other, more nodes for the one that waits gain nothing. A measure may be old, from when answers had another
+    length: of a smaller layout the longer of the expected and the measured step counts, of the choice the shorter one.
 
     Args:
         smaller: layouts of fewer nodes.

@@ -199,15 +199,6 @@ def test_a_replica_that_fails_again_and_again_is_given_up_alone(tmp_path: Path) 
     assert outcome_of(run, 1) is None
 
 
-def test_what_a_node_will_never_do_is_given_up_at_once(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "import sys; sys.exit(13)", "slurm.replica_restarts=9")
-    open_attempt(run, f"{GANG}.0", ["n1"])
-    with element(run) as process:
-        assert process.wait(60) == 1
-    (process_status,) = [one for one in read_process_statuses(run, 1) if one.process == f"rollout-{REPLICA}"]
-    assert process_status.state.startswith("given up: ")
-
-
 def test_the_connection_on_which_a_replica_was_reported_is_closed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "import sys; sys.exit('EngineError: out of memory')", "slurm.replica_restarts=9")
     open_attempt(run, f"{GANG}.0", ["n1"])
