@@ -112,7 +112,7 @@ def fewest_nodes(
     """Return the layout of fewest nodes whose steps are expected to be as short as those of a choice; the choice where it has them itself.
 
     Where one role waits for the other, more nodes for the one that waits gain nothing. A measure may be old, from when answers had another
-    length: of a smaller layout the longer of the expected and the measured step counts, of the choice the shorter one.
+    length. Of a smaller layout the longer of the expected and the measured step counts. Of the choice the shorter one does.
 
     Args:
         smaller: layouts of fewer nodes.
