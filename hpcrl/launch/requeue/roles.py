@@ -83,11 +83,7 @@ def choose_layout(
         measured: sizes and seconds per step of layouts in which the run has trained.
         least_gain: share of a step's time that has to be gained.
     """
-    own = [_measured_step_s(layout, measured) for layout in layouts]
-    expected = [
-        times.expected_step_s(layout.sizes) if seconds is None else seconds
-        for layout, seconds in zip(layouts, own, strict=True)
-    ]
+    expected = [_estimates(layout, times, measured)[-1] for layout in layouts]
     if len(layouts) == 1:
         return LayoutChoice(layouts[0], step_s=expected[0])
     at = next((index for index, layout in enumerate(layouts) if layout.sizes == times.sizes), len(layouts) - 1)
@@ -118,12 +114,9 @@ def fewest_nodes(
         smaller: layouts of fewer nodes.
         times, measured: as of `choose_layout`, of which the choice is.
     """
-    expected = [
-        (max(times.expected_step_s(layout.sizes), _measured_step_s(layout, measured) or 0.0), layout)
-        for layout in smaller
-    ]
-    own_s = min(times.expected_step_s(choice.layout.sizes), choice.step_s or 0.0)
-    alike = [found for found in expected if found[0] <= (1 + ALIKE) * own_s]
+    most_s = (1 + ALIKE) * min(_estimates(choice.layout, times, measured))
+    estimated = [(max(_estimates(layout, times, measured)), layout) for layout in smaller]
+    alike = [found for found in estimated if found[0] <= most_s]
     if not alike:
         return choice
     step_s, layout = min(alike, key=lambda found: (found[1].nodes, found[0]))
@@ -131,5 +124,8 @@ def fewest_nodes(
     return LayoutChoice(layout, f"{more} more node(s) would make its steps of {step_s:.3g} s no shorter", step_s)
 
 
-def _measured_step_s(layout: AttemptLayout, measured: Sequence[tuple[Mapping[str, int], float]]) -> float | None:
-    return next((seconds for sizes, seconds in measured if sizes == layout.sizes), None)
+def _estimates(
+    layout: AttemptLayout, times: RoleTimes, measured: Sequence[tuple[Mapping[str, int], float]]
+) -> list[float]:
+    """Return the seconds of a step in a layout: as the formula expects them, and after that as they were measured, where they were."""
+    return [times.expected_step_s(layout.sizes), *(seconds for sizes, seconds in measured if sizes == layout.sizes)]
