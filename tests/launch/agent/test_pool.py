@@ -70,7 +70,6 @@ def element(run: Run, worker: str = f"rollout-{REPLICA}", trouble_s: float = 60.
         "SUBMITIT_LOCAL_GLOBALRANK": "0",
         "SUBMITIT_LOCAL_WITH_SHELL": "0",
         "SLURM_ARRAY_JOB_ID": POOL,
-        "TMPDIR": str(run.path.parent),  # an agent that is killed leaves its directory
     }
     program = (
         "import sys; from hpcrl.launch.agent import patience; from hpcrl.launch.agent.pool import main; "
@@ -81,7 +80,11 @@ def element(run: Run, worker: str = f"rollout-{REPLICA}", trouble_s: float = 60.
         try:
             yield process
         finally:
-            process.kill()
+            process.terminate()  # an agent that is killed leaves its directory
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def serving(run: Run, attempt: int) -> int:
