@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import datetime
 from tempfile import TemporaryDirectory
 
@@ -106,6 +107,9 @@ def keep_nodes(job: str, hosts: Sequence[str]) -> bool:
         with TemporaryDirectory() as folder:  # scontrol leaves scripts in its working directory
             run_slurm(command, 0.0, _ANSWER_S, folder=folder)
     except (SubmitError, OSError) as error:  # nodes that are held for nothing are not worth an attempt
+        with suppress(SubmitError):
+            if nodes_of_job(job) == len(hosts):  # Slurm took them, and its answer came too late
+                return True
         print(f"the nodes that are not used stay in the job: {error}", flush=True)
         return False
     return True

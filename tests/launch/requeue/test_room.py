@@ -100,7 +100,9 @@ def test_nodes_that_cannot_be_given_back_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(tmp_path, monkeypatch, "scontrol", "echo 'job shrink is disabled' >&2; exit 1")
+    stand_in(tmp_path, monkeypatch, "squeue", "echo 2")
     assert not keep_nodes("7_0", ["n1"])
     assert "stay in the job: scontrol: job shrink is disabled" in capsys.readouterr().out
+    assert keep_nodes("7_0", ["n1", "n2"]), "an error after Slurm took the others"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     assert not keep_nodes("7_0", ["n1"]), "an attempt without room for temporary files still begins"
