@@ -48,7 +48,7 @@ from hpcrl.launch.submit.models import (
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.own_rewards import check_own_rewards
-from hpcrl.launch.submit.teacher import check_precomputed
+from hpcrl.launch.submit.teacher import check_precomputed, check_teacher_tokens
 from hpcrl.launch.submit.tokenizer import TRIED, bomb, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.truths import check_truths
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
@@ -112,6 +112,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *check_packing(config),
         *check_routers(config),
         *check_adapters(config),
+        *check_teacher_tokens(config),
         *check_precomputed(config),
         *check_vision(config),
     ]
