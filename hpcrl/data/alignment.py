@@ -71,7 +71,7 @@ class _TokenBytes:
         if not kinds & {"ByteLevel", "ByteFallback"}:
             raise DataError(
                 f"{name}: the bytes of its tokens are not known; expected a tokenizer.json with a decoder of bytes (ByteLevel or "
-                f"ByteFallback), found {', '.join(sorted(kinds)) or 'none'}. Choose a teacher with such a tokenizer"
+                f"ByteFallback), found {', '.join(sorted(kinds)) or 'none'}. Choose a model with such a tokenizer"
             )
         assert backend is not None
         self.backend, self.by_bytes = backend, "ByteLevel" in kinds

@@ -11,7 +11,6 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.alignment import aligner_of
 from hpcrl.data.entries import CONFIG
 from hpcrl.data.sources import training_sources
 from hpcrl.data.tokenize import Recipe, shared_facts
@@ -77,6 +76,8 @@ def check_teacher_tokens(config: Config) -> Iterator[Problem]:
             continue
         setting = f"trainer.distillation.{'model_path' if sources is None else 'source_models'}"
         if own.cross_tokenizer:
+            from hpcrl.data.alignment import aligner_of  # with numpy, which no other submission needs
+
             try:
                 aligner_of(policy, teacher, template, setting)
             except DataError as error:
