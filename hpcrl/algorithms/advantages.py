@@ -290,13 +290,14 @@ def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
 def online_dpo(inputs: AdvantageInputs, *, kl_loss_coef: float) -> torch.Tensor:
     """Return the weights of the best and of the worst sample of each group in the gradient of DPO (online DPO, arXiv:2402.04792, section 3).
 
-    The loss of this pair is -log σ(β (c - r)), β = kl_loss_coef, where c and r are the sums over the tokens of log π - log π_ref of the
-    best and of the worst sample: the penalties of use_kl_in_reward with k1, divided by β. Its gradient is that of gpg with these weights,
-    but for a factor, at the policy that the batch begins with. The first of several equal samples is taken; 0 where all are equal.
+    The loss of this pair is -log σ(β (c - r)) with β = kl_loss_coef. c and r are the sums over tokens of log π - log π_ref, of the best
+    and of the worst sample. β c and β r are the penalties of use_kl_in_reward with k1. The gradient of the loss is that of gpg with
+    these weights, but for a factor, at the policy that the batch begins with. The first of several equal samples is taken; 0 where all
+    are equal.
 
     Formula:
-        ±beta σ(-beta (c - r)) for the highest and the lowest R of the group, 0 for others; c and r are log π - log π_ref of these samples,
-        beta = `kl_loss_coef`
+        ±beta σ(-beta (c - r)) for the highest and the lowest R of the group, else 0. c and r: log π - log π_ref of these samples, beta:
+        `kl_loss_coef`
     Use:
         rewards that order answers without a scale, such as a judge's. With `use_kl_in_reward`, k1, `gpg`, seq_mean_token_sum and one update
         per batch it is DPO on the policy's own pairs, and with `reference_reset_interval` iterative DPO (2312.11456). It is not worth it

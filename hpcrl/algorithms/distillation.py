@@ -75,9 +75,8 @@ def spread_over_spans(
 ) -> torch.Tensor:
     """Return a teacher's log-probability of each of the policy's T tokens, from those of its own U tokens of the same text, [T].
 
-    Over each span (hpcrl/data/alignment.py) they sum to the teacher's. Each of the span's n tokens is as far from the policy's
-    as any other: log π + (M - L) / n, where L and M are the sums of the policy's and of the teacher's log-probabilities of
-    the span. So each keeps the policy's share of its span (arXiv:2606.09456, section 4), and a span of one token has the teacher's own.
+    Over each span (hpcrl/data/alignment.py) they sum to the teacher's. Each of the span's n tokens has log π + (M - L) / n. L and M
+    are the sums over the span of the policy's and of the teacher's log-probabilities. So each keeps the policy's share of its span (arXiv:2606.09456, section 4), and a span of one token has the teacher's own.
 
     Args:
         logprobs_T: of the policy, when it sampled.

@@ -212,7 +212,7 @@ class TokenAligner:
         if found[before:] != wanted:
             raise DataError(
                 f"{self._name}: the teacher's tokens of {text[:80]!r} write {found.decode('utf-8', 'replace')[:80]!r}, so that the texts of the "
-                "policy cannot be aligned with them; choose a teacher whose tokenizer changes no text and has a token for each byte"
+                "policy cannot be aligned with them. Choose a teacher whose tokenizer changes no text and has a token for each byte"
             )
         steps = [
             step

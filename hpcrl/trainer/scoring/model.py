@@ -158,7 +158,7 @@ def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Con
         token = different[0]
         raise DataError(
             f"trainer.distillation.model_path: {teacher} and the policy {policy} differ in {len(different)} tokens, such as "
-            f"{token!r} ({theirs.get(token)} and {ours.get(token)}); the teacher judges the policy's own tokens, so choose one of the same family, or set trainer.distillation.cross_tokenizer"
+            f"{token!r} ({theirs.get(token)} and {ours.get(token)}). The teacher judges the policy's own tokens: choose one of the same family, or set trainer.distillation.cross_tokenizer"
         )
 
 

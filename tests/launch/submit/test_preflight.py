@@ -229,11 +229,11 @@ def test_rows_of_datasets_fill_a_batch_as_prompts_do(tmp_path: Path, mode: str) 
 
 def test_kto_needs_another_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": "sort: ab", "completion": "ab", "label": at % 2 == 0} for at in range(3)]
-    own = [f"data.train_data={tmp_path / 'rows.jsonl'}", "data.label_column=label", "trainer.eval_interval=0"]
+    own = [f"data.train_data=[{tmp_path / 'rows.jsonl'}]", "data.label_column=label"]
 
     def refused(rows: list[dict[str, Any]], loss: str) -> bool:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        problems, _ = look(Config.from_toml([CONFIGS / "kto_tiny.toml"], [*own, f"trainer.dpo.loss_type={loss}"]))
+        problems, _ = look(Config.from_toml([CONFIGS / "kto_tiny.toml"], [*own, f"trainer.dpo.loss_type=[{loss}]"]))
         return "all rows of" in " ".join(problem.message for problem in problems)
 
     assert refused(rows, "kto")
