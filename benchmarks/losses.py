@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from hpcrl.algorithms.advantages import AdvantageInputs, online_dpo
 from hpcrl.algorithms.distillation import jensen_shannon
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.likelihood import LIKELIHOOD_LOSSES
@@ -246,7 +247,19 @@ def cases() -> list[tuple[str, str, Numbers, Ours, Formula]]:
             )
 
         found.append((name, "TRL", ANSWERS, answers, by_answers))
-    return found
+
+    def online(x: torch.Tensor) -> torch.Tensor:
+        penalties, better = 0.1 * (x.detach() - refs), _tensor([1, 0, 1, 0, 1, 0])
+        groups = torch.tensor([0, 0, 1, 1, 2, 2])
+        own = AdvantageInputs(better - penalties, torch.ones_like(x), [1] * 6, groups, penalties_P=penalties)
+        return -(online_dpo(own, kl_loss_coef=0.1) * x).sum()
+
+    def by_online(x: Numbers, held: Numbers) -> float:
+        ratios = [h - r for h, r in zip(held, REFS, strict=True)]
+        rows = zip(x[::2], x[1::2], ratios[::2], ratios[1::2], strict=True)
+        return fsum(-0.1 * sigma(-0.1 * (c - r)) * (best - worst) for best, worst, c, r in rows)
+
+    return [*found, ("online_dpo", "2402.04792", ANSWERS, online, by_online)]
 
 
 def gradients(start: Numbers, ours: Ours, formula: Formula) -> tuple[list[float], list[float]]:

@@ -45,6 +45,7 @@ class AdvantageInputs:
         scored_B: [B] float64, 1 for a sample with a reward of its own, 0 for a failed one. A failed one's reward is the mean of the others
             in its group, and it counts in no statistic. None: all have one.
         anchors_P: [P] int64, the number of the state in which each turn was taken; other groups have other numbers. None without turns.
+        penalties_P: [P] float64, what use_kl_in_reward has subtracted from the rewards; None where entries are tokens.
         kinds_B: each sample's data source, and its role behind a slash where it has one; empty where entries are tokens.
         carried: numbers that the estimator keeps from batch to batch, under names of its own: it changes them in place, alike on every rank,
             and checkpoints have them.
@@ -60,6 +61,7 @@ class AdvantageInputs:
     named_B: Mapping[str, torch.Tensor] | None = None
     scored_B: torch.Tensor | None = None
     anchors_P: torch.Tensor | None = None
+    penalties_P: torch.Tensor | None = None
     kinds_B: Sequence[str] = ()
     carried: dict[str, float] = field(default_factory=dict)
     total: Callable[[torch.Tensor], torch.Tensor] = _all_here
@@ -86,7 +88,7 @@ class AdvantageInputs:
 
     @property
     def _of_entries(self) -> tuple[torch.Tensor | None, ...]:
-        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P
+        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P, self.penalties_P
 
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sample's entries, [B]."""
@@ -283,6 +285,35 @@ def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
     """
     groups = _groups(inputs)
     return inputs.to_entries(groups.centered_B / torch.where(groups.alone_B, 1.0, groups.means_B + _EPSILON))
+
+
+def online_dpo(inputs: AdvantageInputs, *, kl_loss_coef: float) -> torch.Tensor:
+    """Return the weights of the best and of the worst sample of each group in the gradient of DPO (online DPO, arXiv:2402.04792, section 3).
+
+    The loss of this pair is -log σ(β (c - r)) with β = kl_loss_coef. c and r are the sums over tokens of log π - log π_ref, of the best
+    and of the worst sample. β c and β r are the penalties of use_kl_in_reward with k1. The gradient of the loss is that of gpg with
+    these weights, but for a factor, at the policy that the batch begins with. The first of several equal samples is taken; 0 where all
+    are equal.
+
+    Formula:
+        ±beta σ(-beta (c - r)) for the highest and the lowest R of the group, else 0. c and r: log π - log π_ref of these samples, beta:
+        `kl_loss_coef`
+    Use:
+        rewards that order answers without a scale, such as a judge's. With `use_kl_in_reward`, k1, `gpg`, seq_mean_token_sum and one update
+        per batch it is DPO on the policy's own pairs, and with `reference_reset_interval` iterative DPO (2312.11456). It is not worth it
+        for rewards of right or wrong: grpo learns from all samples
+    """
+    assert inputs.penalties_P is not None, "online_dpo needs the penalties of use_kl_in_reward"
+    penalties_B, scored_B = inputs.by_sample(inputs.penalties_P), _scored(inputs)
+    rewards_B, weights_B = inputs.by_sample(inputs.rewards_P) + penalties_B, torch.zeros_like(penalties_B)
+    for group in inputs.groups_B.unique():
+        members = ((inputs.groups_B == group) & (scored_B > 0)).nonzero()[:, 0]
+        own = rewards_B[members]
+        if len(own) and own.max() > own.min():
+            best, worst = members[own.argmax()], members[own.argmin()]
+            weight = kl_loss_coef * torch.sigmoid(penalties_B[worst] - penalties_B[best])
+            weights_B[best], weights_B[worst] = weight, -weight
+    return inputs.to_entries(weights_B)
 
 
 def opo(inputs: AdvantageInputs) -> torch.Tensor:
@@ -522,6 +553,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "pass_at_k": pass_at_k,
     "rloo": rloo,
     "maxrl": maxrl,
+    "online_dpo": online_dpo,
     "opo": opo,
     "remax": remax,
     "gdpo": gdpo,

@@ -70,6 +70,30 @@ def teacher_advantages(
     return advantages_P - kl_penalty_coef * penalty_P
 
 
+def spread_over_spans(
+    logprobs_T: torch.Tensor, teacher_logprobs_U: torch.Tensor, spans_T: torch.Tensor, spans_U: torch.Tensor
+) -> torch.Tensor:
+    """Return a teacher's log-probability of each of the policy's T tokens, from those of its own U tokens of the same text, [T].
+
+    Over each span (hpcrl/data/alignment.py) they sum to the teacher's. Each of the span's n tokens has log π + (M - L) / n. L and M
+    are the sums over the span of the policy's and of the teacher's log-probabilities. So each keeps the policy's share of its span (arXiv:2606.09456, section 4), and a span of one token has the teacher's own.
+
+    Args:
+        logprobs_T: of the policy, when it sampled.
+        spans_T, spans_U: number of each token's span; below 0 for a token of none, whose result is 0.
+    """
+    own_T, own_U = spans_T >= 0, spans_U >= 0
+    sums = logprobs_T.new_zeros(int(spans_T.max()) + 1 if own_T.any() else 0, dtype=torch.float64)
+    theirs, counts = torch.zeros_like(sums), torch.zeros_like(sums)
+    sums.index_add_(0, spans_T[own_T], logprobs_T[own_T].double())
+    theirs.index_add_(0, spans_U[own_U], teacher_logprobs_U[own_U].double())
+    counts.index_add_(0, spans_T[own_T], torch.ones(int(own_T.sum()), dtype=torch.float64))
+    found_T = torch.zeros_like(logprobs_T)
+    excess_T = ((theirs - sums) / counts)[spans_T[own_T]]
+    found_T[own_T] = (logprobs_T[own_T].double() + excess_T).to(found_T.dtype)
+    return found_T
+
+
 def drift_weights(
     divergences_P: torch.Tensor, mask_P: torch.Tensor, lengths_B: torch.Tensor, gamma: float
 ) -> torch.Tensor:

@@ -24,7 +24,7 @@ def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
     return [sum(values) for values in compress(zip(*named, strict=True), group.scored)]
 
 
-def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float = 0.0) -> bool:
+def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float = 0.0, *, turns: bool = False) -> bool:
     """Return whether samples of a group that have a reward differ in what they are judged by; `metrics` as of `filter_values`.
 
     Where the policy has roles and there are no metrics, they differ where those of any role do.
@@ -33,9 +33,13 @@ def is_worth_training(group: GroupMeta, metrics: Sequence[str], tolerance: float
 
     Args:
         tolerance: what the highest may exceed the lowest by without a difference.
+        turns: without metrics, samples of one reward are worth it too where rewards of their turns differ.
     """
     values = filter_values(group, metrics)
     judged = [values] if metrics or not group.roles else role_rewards(group)
+    rewards = [turn.reward for sample in group.scored_samples for row in sample.turns for turn in row]
+    if turns and rewards and not metrics:
+        judged.append(rewards)
     return len(values) >= min(2, len(group.samples)) and any(varied(own, tolerance) for own in judged)
 
 

@@ -181,6 +181,8 @@ def _name(
         "prompts": trainer.distillation.learns_prompts,
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }
+    if role == TEACHER and trainer.distillation.cross_tokenizer:
+        decides["aligned"] = vars(trainer.policy.model.pretrained)
     return _named(role, decides)
 
 

@@ -296,6 +296,7 @@ def _by_entries(
         baselines_B=_baselines(places, algorithm) if algorithm.needs_baselines else None,
         named_B=_named_rewards(places, algorithm),
         anchors_P=torch.tensor(entries.anchors, dtype=torch.int64),
+        penalties_P=penalties_P,
         kinds_B=[
             f"{group.data_source}/{role}" if role else group.data_source
             for (group, _), role in zip(places, entries.roles, strict=True)

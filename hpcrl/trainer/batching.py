@@ -396,13 +396,21 @@ def consecutive(parts: Sequence[Sequence[int]]) -> list[range]:
 def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
 
-    The others are not even read, and no reduction of the loss counts them.
+    Where the advantage estimator compares turns, those are rewards of turns too. The other groups are not even read, and no reduction of the
+    loss counts them.
     """
     groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
     tolerance = algorithm.zero_variance_filter_tol
     if not algorithm.zero_variance_filter:
         return list(groups)
-    return [at for at in groups if is_worth_training(batch.groups[at], metrics, tolerance)]
+    from hpcrl.algorithms.advantages import (  # with torch, which a plan of micro-batches needs not
+        ESTIMATORS,
+        is_per_turn,
+    )
+    from hpcrl.algorithms.settings import configured
+
+    turns = is_per_turn(configured("advantage_estimator", algorithm.advantage_estimator, ESTIMATORS, algorithm).func)
+    return [at for at in groups if is_worth_training(batch.groups[at], metrics, tolerance, turns=turns)]
 
 
 def micro_batch_limits(trainer: TrainerConfig, tokens: int | None, quadratic: float = 0.0) -> Limits:

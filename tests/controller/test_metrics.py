@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hpcrl.algorithms.filters import filter_values, is_worth_training, share_without_spread
+from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.metrics import batch_histograms, batch_metrics
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.observe.scores import scores
-from hpcrl.types import Batch, GroupMeta
+from hpcrl.trainer.batching import trained_groups
+from hpcrl.types import Batch, GroupMeta, TurnMeta
 from tests.rows import group_meta
 
 
@@ -86,6 +89,21 @@ def test_a_failed_sample_makes_no_group_worth_training() -> None:
 )
 def test_a_group_needs_two_samples_that_have_a_reward_or_is_one(rewards: list[float], failed: str, worth: bool) -> None:
     assert is_worth_training(group(rewards, failed), []) is worth
+
+
+@pytest.mark.parametrize(("estimator", "trained"), [("grpo", []), ("gigpo", [0]), ("turn_grpo", [0])])
+def test_estimators_of_turns_learn_from_turns_of_different_rewards(estimator: str, trained: list[int]) -> None:
+    """Two samples with a sum of 1, one by its first turn and one by its second; and two of one turn and reward each."""
+    samples = [
+        replace(sample, turns=[[TurnMeta(3, first, "", 0), TurnMeta(6, 1.0 - first, "", 1)]])
+        for sample, first in zip(group([1.0, 1.0]).samples, (1.0, 0.0), strict=True)
+    ]
+    batch = Batch(1, [replace(group([1.0, 1.0]), samples=samples), group([1.0, 1.0])], 1)
+    algorithm = AlgorithmConfig(advantage_estimator=estimator, zero_variance_filter=True)
+    assert trained_groups(batch, algorithm) == trained
+    named = replace(algorithm, filter_reward_metric=["right"])
+    batch.groups[0] = replace(batch.groups[0], samples=[replace(one, env_metrics={"right": 1.0}) for one in samples])
+    assert trained_groups(replace(batch, groups=batch.groups[:1]), named) == []
 
 
 def of_rows(rewards: list[float], rows: list[int]) -> GroupMeta:

@@ -240,6 +240,13 @@ def _reference(config: ConfigTree) -> Iterator[Problem]:
             "trainer.algorithm.use_kl_in_reward",
             "the KL divergence counts in the loss or in the reward, not in both; set trainer.algorithm.use_kl_loss=false",
         )
+    penalized = algorithm.use_kl_in_reward and algorithm.kl_estimator_type == "k1" and algorithm.kl_ctrl.type == "fixed"
+    if algorithm.advantage_estimator == "online_dpo" and not (penalized and algorithm.kl_loss_coef):
+        yield Problem(
+            "trainer.algorithm.advantage_estimator",
+            "online_dpo compares samples by their log-ratios to the reference; set trainer.algorithm.use_kl_in_reward=true, "
+            'kl_estimator_type="k1" and kl_ctrl.type="fixed", with a kl_loss_coef above 0',
+        )
     resets = algorithm.reference_reset_interval is not None
     if (resets or config.trainer.update_ref_every_epoch) and not config.trainer.uses_reference:
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"

@@ -55,10 +55,27 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.include_prompt",
             "expected false with trainer.algorithm.use_rollout_logprobs_for_loss: engines give prompts no log-probabilities",
         )
+    if distillation.cross_tokenizer:
+        yield from _other_tokens(config)
     if not distillation.use_rewards and config.trainer.critic.model.path is not None:
         yield Problem(
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
+        )
+
+
+def _other_tokens(config: ConfigTree) -> Iterator[Problem]:
+    path, sampling = f"{_TEACHER}.cross_tokenizer", config.generator.sampling_params
+    if config.trainer.distillation.include_prompt:
+        yield Problem(
+            path,
+            "tokens are compared by the policy's log-probabilities when it sampled, which prompts have not (include_prompt); set it to false",
+        )
+    if sampling.mask_size:
+        yield Problem(
+            path,
+            "the teacher's log-probabilities are over all its tokens, and sampling leaves some of the policy's out "
+            f"(generator.sampling_params.top_k = {sampling.top_k}); leave one of them out",
         )
 
 

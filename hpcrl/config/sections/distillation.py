@@ -119,6 +119,11 @@ class DistillationConfig:
     precomputed_logprobs: Location | None = setting(None, used_by=SFT, on_change=SAME_NUMBERS)
     """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
 
+    cross_tokenizer: bool = setting(
+        False, used_by=(_with(*IN_RANKS), when(".top_k", 0), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
+    )
+    """Let the teacher read samples in its own tokens, where its tokenizer is another than the policy's. Log-probabilities of sampled tokens are compared over the shortest texts of whole tokens of both (arXiv:2606.09456)."""
+
     backend: str = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """Backend of the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or vllm, an engine of each scorer. Log-probabilities of prompts from vllm are of whole distributions at temperature 1."""
 

@@ -38,6 +38,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "pass_at_k": Named("what a sample adds to the best of k samples of its group (PKPO, arXiv:2505.15201)", ("grpo_norm_by_std", "k",)),
     "rloo": Named("the reward against the mean of the group's other samples (RLOO, arXiv:2402.14740)", ()),
     "maxrl": Named("the reward against the mean of its group, divided by that mean (MaxRL, arXiv:2602.02710)", ()),
+    "online_dpo": Named("the weights of the best and of the worst sample of each group in the gradient of DPO (online DPO, arXiv:2402.04792)", ("kl_loss_coef",)),
     "opo": Named("the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585)", ()),
     "remax": Named("the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)", ()),
     "gdpo": Named("several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242)", ("rewards",)),

@@ -22,6 +22,7 @@ from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import steps_per_epoch
+from hpcrl.data.conversations import Tokens
 from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.prompts import count_aside, data_sources
@@ -48,7 +49,7 @@ from hpcrl.launch.submit.models import (
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.own_rewards import check_own_rewards
-from hpcrl.launch.submit.teacher import check_precomputed
+from hpcrl.launch.submit.teacher import check_precomputed, check_teacher_tokens
 from hpcrl.launch.submit.tokenizer import TRIED, bomb, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.truths import check_truths
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
@@ -112,6 +113,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *check_packing(config),
         *check_routers(config),
         *check_adapters(config),
+        *check_teacher_tokens(config),
         *check_precomputed(config),
         *check_vision(config),
     ]
@@ -320,14 +322,18 @@ def _of_teachers(config: Config) -> Iterator[Problem]:
 
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
-    """Check the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
+    """Check the first row of each dataset whose rows are trained, and for KTO its prompts. What is on the hub is downloaded here, for nodes without network."""
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:
         named += [("data.val_data", source) for source in validation_sources(config.data, config.data.val_data)]
     for name, source in named:
         try:
-            next(tokenized(source, recipe))
+            rows = tokenized(source, recipe)
+            if name == "data.train_data" and "kto" in config.trainer.dpo.loss_type and config.trainer.unpaired:
+                problems += _of_one_prompt(source, rows)
+            else:
+                next(rows)
         except (DataError, ModuleNotFoundError) as error:
             if package := missing_package(error):
                 warnings.append(f"{name}: the first row of {source.location} {not_tried(package)}")
@@ -336,6 +342,18 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
         except ConfigError as error:
             problems.append(_problem(error))
     return problems, warnings
+
+
+def _of_one_prompt(source: Source, rows: Iterator[list[Tokens]]) -> Iterator[Problem]:
+    """Yield a problem where all rows have the prompt of the first one, behind which KTO could put no other answer."""
+    prompts = (answer.token_ids[: answer.mask.index(True)] for row in rows for answer in row if any(answer.mask))
+    first = next(prompts)
+    if all(prompt == first for prompt in prompts):
+        yield Problem(
+            "trainer.dpo.loss_type",
+            f"kto puts answers behind other prompts, and all rows of {source.location} have one prompt; add rows, or use "
+            '"apo_zero_unpaired"',
+        )
 
 
 def _of_the_end(config: Config) -> Iterator[str]:

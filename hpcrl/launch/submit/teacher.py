@@ -1,4 +1,4 @@
-"""Checks whether files of `hpcrl score` are of the run's teacher and rows."""
+"""Checks whether a teacher can judge the policy's tokens, and whether files of `hpcrl score` are of the run's teacher and rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hpcrl.data.entries import CONFIG
 from hpcrl.data.sources import training_sources
 from hpcrl.data.tokenize import Recipe, shared_facts
 from hpcrl.errors import DataError
+from hpcrl.launch.submit.engine import different_token
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.rundir.commit import digest_of, is_committed, read_json
 from hpcrl.rundir.layout import Run
@@ -61,6 +62,34 @@ def _identity(model: Pretrained) -> str | None:
             file.seek(max(0, size - _END))
             found.append(f"{path.name} {size} {digest_of(first)} {digest_of(file.read(_END))}")
     return digest_of("\n".join(found).encode())
+
+
+def check_teacher_tokens(config: Config) -> Iterator[Problem]:
+    """Yield why teachers cannot judge the policy's tokens, of those that are on this machine beside it."""
+    own, policy, template = (
+        config.trainer.distillation,
+        config.trainer.policy.model.pretrained,
+        config.generator.chat_template,
+    )
+    for teacher, sources in own.teachers.items():
+        if folder_of(policy) is None or folder_of(teacher) is None or own.precomputed_logprobs is not None:
+            continue
+        setting = f"trainer.distillation.{'model_path' if sources is None else 'source_models'}"
+        if own.cross_tokenizer:
+            from hpcrl.data.alignment import aligner_of  # with numpy, which no other submission needs
+
+            try:
+                aligner_of(policy, teacher, template, setting)
+            except DataError as error:
+                yield Problem(setting, str(error).removeprefix(f"{setting}: "))
+        elif (named := different_token(teacher, policy)) is not None:
+            remedy = "choose a teacher of the same family" + (
+                "" if config.trainer.offline else ", or set trainer.distillation.cross_tokenizer"
+            )
+            yield Problem(
+                setting,
+                f"its tokens are others than those of the policy {policy}, such as {named}: {teacher}; {remedy}",
+            )
 
 
 def check_precomputed(config: Config) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,6 +13,7 @@ from hpcrl.config import Config
 from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.token_limits import micro_batch_tokens
+from hpcrl.data.alignment import aligner_of
 from hpcrl.data.score_file import RowScores
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
@@ -27,6 +28,7 @@ from hpcrl.trainer.models.layers.choice import Kernels
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.read_batch import load_rows
+from hpcrl.trainer.scoring.aligned import aligned_scores, outputs
 from hpcrl.types import Batch, GroupMeta
 
 
@@ -50,10 +52,15 @@ class ScoringModel:
             forward = replace(forward, packing=own.use_sample_packing)
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, tokens, shared, quadratic)
             self._limits = limit, limit
+        self._aligner = None
+        vocabulary = policy_source(trainer).config().get_text_config().vocab_size
+        if scorers.role == TEACHER and own.cross_tokenizer:
+            self._aligner = aligner_of(trainer.policy.model.pretrained, scorers.model, config.generator.chat_template)
+            vocabulary = source.config().get_text_config().vocab_size
+        elif scorers.role == TEACHER:
             world.rank0_broadcast(
                 lambda: require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
             )
-        vocabulary = policy_source(trainer).config().get_text_config().vocab_size
         if scorers.role == TEACHER:
             self._top_k = min(own.top_k, vocabulary)
             self._given_ids = 0 if own.top_k_from_teacher else self._top_k
@@ -90,8 +97,11 @@ class ScoringModel:
         samples = load_rows(
             self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids, shared=shared
         )
-        stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
-        columns = outputs(stream.parts, self._passes(stream))
+        if self._aligner is None:
+            stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
+            columns = outputs(stream.parts, self._passes(stream))
+        else:
+            columns = aligned_scores(self._passes, self._aligner, samples, self._limits, self._data, before)
         if not columns or not self._data.is_leader:
             return {}
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
@@ -109,12 +119,6 @@ def passes(model: PackedModel, batches: MicroBatchStream, device: torch.device) 
             of_batch = model.run(model.taken(batch, device))
             free_gathered(model)
         yield of_batch
-
-
-def outputs(parts: Sequence[range], passes: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Return a model's outputs for all samples of this rank, on the CPU; empty where it has no samples."""
-    found = [of_batch for part, of_batch in zip(parts, passes, strict=True) if part]  # an idle pass is of no sample
-    return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
 
 
 def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowScores:
@@ -154,7 +158,7 @@ def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Con
         token = different[0]
         raise DataError(
             f"trainer.distillation.model_path: {teacher} and the policy {policy} differ in {len(different)} tokens, such as "
-            f"{token!r} ({theirs.get(token)} and {ours.get(token)}); the teacher judges the policy's own tokens, so choose one of the same family"
+            f"{token!r} ({theirs.get(token)} and {ours.get(token)}). The teacher judges the policy's own tokens: choose one of the same family, or set trainer.distillation.cross_tokenizer"
         )
 
 

@@ -24,7 +24,8 @@ from hpcrl.trainer.models.build import forward_config, scorer_source
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.packing import Before, MicroBatchStream, pack
-from hpcrl.trainer.scoring.model import outputs, passes
+from hpcrl.trainer.scoring.aligned import outputs
+from hpcrl.trainer.scoring.model import passes
 from hpcrl.types import GroupMeta, Row
 
 _SECTION = "environment.reward_model"

@@ -22,7 +22,8 @@ from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.packed.attention import PACKED
 from hpcrl.trainer.offline.teacher_file import TeacherWriter, ends_of, make_room, write_index
 from hpcrl.trainer.packing import MicroBatchStream, pack
-from hpcrl.trainer.scoring.model import outputs, passes, require_all_tokens, require_same_vocabulary
+from hpcrl.trainer.scoring.aligned import outputs
+from hpcrl.trainer.scoring.model import passes, require_all_tokens, require_same_vocabulary
 
 _ROWS_AT_ONCE = 256  # of each rank: enough to make micro-batches of
 

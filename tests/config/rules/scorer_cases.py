@@ -72,6 +72,24 @@ OF_SCORERS = [
         {**TEACHER, **CRITIC, f"{DISTILLATION}.use_rewards": True},
     ),
     Case(
+        "prompts are not sampled, and so not aligned",
+        {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.include_prompt": True},
+        f"{DISTILLATION}.cross_tokenizer", "which prompts have not (include_prompt); set it to false",
+        {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True},
+    ),
+    Case(
+        "another tokenizer has no tokens that sampling leaves out",
+        {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, "generator.sampling_params.top_k": 20},
+        f"{DISTILLATION}.cross_tokenizer", "sampling leaves some of the policy's out (generator.sampling_params.top_k = 20)",
+        {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, "generator.sampling_params.top_k": -1},
+    ),
+    Case(
+        "distributions of other tokens are not compared",
+        {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.cross_tokenizer", "has no effect",
+        {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.iw_opd_gamma": 0.5},
+    ),
+    Case(
         "a reward says nothing of a prompt",
         {**TEACHER, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.use_rewards": True},
         f"{DISTILLATION}.include_prompt", "expected false with trainer.distillation.use_rewards",

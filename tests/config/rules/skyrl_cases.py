@@ -193,6 +193,15 @@ SKYRL = [
         {f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
     ),
     Case(
+        "pairs are compared by their log-ratios to the reference",
+        {f"{ALGORITHM}.advantage_estimator": "online_dpo", f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
+        f"{ALGORITHM}.advantage_estimator", 'use_kl_in_reward=true, kl_estimator_type="k1" and kl_ctrl.type="fixed"',
+        {
+            f"{ALGORITHM}.advantage_estimator": "online_dpo", f"{ALGORITHM}.use_kl_in_reward": True,
+            f"{ALGORITHM}.kl_estimator_type": "k1", **NO_KL,
+        },
+    ),
+    Case(
         "only a divergence in the reward has an adaptive weight",
         {f"{ALGORITHM}.kl_ctrl.type": "adaptive"},
         f"{ALGORITHM}.kl_ctrl.type", "has no effect without trainer.algorithm.use_kl_in_reward",

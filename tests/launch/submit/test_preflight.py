@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.submit.preflight import check_checkpoint, check_files
+from hpcrl.launch.submit.preflight import check_checkpoint, check_files, look
 from hpcrl.launch.submit.tokenizer import TRIED
 from hpcrl.rundir.commit import begin, finish, write_text
 from hpcrl.rundir.layout import Run
@@ -224,6 +225,20 @@ def test_rows_of_datasets_fill_a_batch_as_prompts_do(tmp_path: Path, mode: str) 
         warnings(*aside, "data.test_size=5")
     with pytest.raises(DataError, match="test_size = 20 leaves none of the 20 prompts to train"):
         warnings(*aside, "data.test_size=20")
+
+
+def test_kto_needs_another_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": "sort: ab", "completion": "ab", "label": at % 2 == 0} for at in range(3)]
+    own = [f"data.train_data=[{tmp_path / 'rows.jsonl'}]", "data.label_column=label"]
+
+    def refused(rows: list[dict[str, Any]], loss: str) -> bool:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        problems, _ = look(Config.from_toml([CONFIGS / "kto_tiny.toml"], [*own, f"trainer.dpo.loss_type=[{loss}]"]))
+        return "all rows of" in " ".join(problem.message for problem in problems)
+
+    assert refused(rows, "kto")
+    assert not refused(rows, "apo_zero_unpaired")
+    assert not refused([*rows, {"prompt": "sort: ba", "completion": "ab", "label": True}], "kto")
 
 
 def test_a_directory_without_adapters(tmp_path: Path) -> None:
