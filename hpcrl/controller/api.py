@@ -44,6 +44,7 @@ class Api:
     ) -> None:
         self._service, self._save_seconds, self._timeline, self._goodput = service, save_seconds, timeline, goodput
         self._measuring: asyncio.Task[None] | None = None
+        self._making: asyncio.Task[None] | None = None
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
@@ -95,6 +96,8 @@ class Api:
             work = await self._work(name, version, body["capacity"])
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
+        if service.ahead:
+            service.ahead.claimed.set()
         worker.stop_sent = service.stop is not None
         unwanted = service.unwanted(name, body["holding"])
         given = [item.to_json() for item in work]
@@ -166,6 +169,8 @@ class Api:
             self._reading = None
             history = reading.result()
         total = service.start(step, history)
+        if service.ahead and self._making is None:
+            self._making = service.ahead.start(self._notify)
         await self._notify()
         return {"total_steps": total, "steps_per_epoch": service.steps_per_epoch}
 
@@ -242,6 +247,8 @@ class Api:
                 calling, training = {*service.workers, *service.scores.registry.workers}, service.version is not None
                 told = [one.failure(calling, training) for one in health]
                 service.failure = service.failure or next(filter(None, told), None)
+            if self._making and self._making.done():
+                self._making.result()
             if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)

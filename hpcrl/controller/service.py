@@ -27,6 +27,7 @@ from hpcrl.controller.evaluation import (
 from hpcrl.controller.lending import Lending
 from hpcrl.controller.metrics import batch_histograms, controller_metrics, replica_metrics, scorer_metrics, step_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_index
+from hpcrl.controller.prompts_ahead import PromptsAhead
 from hpcrl.controller.recovery import BegunGroups, History, SampleFiles, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schedule import Schedule
@@ -34,6 +35,7 @@ from hpcrl.controller.schema import Schemas
 from hpcrl.controller.score_queue import Rewards, ScoreQueue
 from hpcrl.controller.work import WorkMaker
 from hpcrl.data.batch_file import FIRST, write_batch
+from hpcrl.data.endless import EndlessPrompts
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.conclude import write_summary
 from hpcrl.observe.metrics import MetricsWriter
@@ -60,6 +62,7 @@ class Service:
     Attributes:
         scores: of finished groups.
         work: makes what workers are given.
+        ahead: makes prompts; None: all are there.
         lending: of the trainer's GPUs while it waits; of none where the schedule names no workers for it.
         stop: why the run ends; None while it goes on.
         failure: why it cannot go on.
@@ -87,6 +90,8 @@ class Service:
         self._begun, self._files, self.scores = BegunGroups(run), SampleFiles(), scores or ScoreQueue()
         sampling, judged = schedule.sampling, self.scores.reward
         self._composer = BatchComposer(self._admission, sampling, schedule.batch_size, ready, judged=judged)
+        made = isinstance(train, EndlessPrompts)
+        self.ahead = PromptsAhead(train, self._admission, schedule.batch_size) if made else None
         self._metrics: MetricsWriter | None = None
         self.work = WorkMaker(schedule, train, validation, mixture, self._stream, self._admission, self._begun)
         self._batches: dict[int, Batch] = {}
