@@ -96,8 +96,6 @@ class Api:
             work = await self._work(name, version, body["capacity"])
         else:
             self._hand_out()  # what an answer that got lost had assigned to this worker
-        if service.ahead:
-            service.ahead.claimed.set()
         worker.stop_sent = service.stop is not None
         unwanted = service.unwanted(name, body["holding"])
         given = [item.to_json() for item in work]
@@ -314,6 +312,8 @@ class Api:
             return
         for name, work in self._service.assignments():
             self._answer(name, work)
+        if self._service.ahead:
+            self._service.ahead.claimed.set()
 
     async def _work(self, name: str, version: int, capacity: int) -> list[Work]:
         """Return the work for a worker as soon as there is some; none after a while, or with news of the run."""
