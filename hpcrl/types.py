@@ -394,7 +394,7 @@ class Drawn:
 
     Attributes:
         first: index of the first group whose row was drawn since the batch before.
-        rows: of that group and the following ones, counted through all datasets.
+        rows: of that group and the following ones, counted through all datasets; -1 - row of a group that adds no pass rate.
         visit: visit of the dataset that the next drawn row begins to look at.
         passed: a row and its pass rate for each finished group of the step, dropped ones too.
         metrics: of the step.

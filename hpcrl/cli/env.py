@@ -207,9 +207,11 @@ class _Sample:
 
     Attributes:
         messages: those after the prompt.
+        roles: in which the policy has acted.
     """
 
     messages: Messages = field(default_factory=list)
+    roles: set[str] = field(default_factory=set)
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -229,7 +231,8 @@ def _play(environment: Environment, where: str, messages: Messages, max_turns: i
             return None
         with user_code(where):
             turn = environment.step(action)
-        sample.reward += turn.reward
+        sample.roles.add(turn.role)
+        sample.reward += turn.reward + sum(value for role, value in turn.rewards.items() if role in sample.roles)
         sample.metrics |= turn.metrics
         sample.messages.append({"role": "assistant", "content": action if turn.action is None else turn.action})
         _show_turn(turn)
@@ -276,7 +279,11 @@ def _show(messages: Messages) -> None:
 def _show_turn(turn: Turn) -> None:
     if turn.action is not None:
         print(printable(f"[replaced by]\n{turn.action}\n"))
+    if turn.role or not turn.trained:
+        print(one_line(f"role {turn.role or '(none)'}{'' if turn.trained else ', not trained'}"))
     print(f"reward {float(turn.reward):g}")
+    for role, value in turn.rewards.items():
+        print(one_line(f"  reward of {role} {float(value):g}"))
     for name, value in turn.metrics.items():
         print(one_line(f"  {name} {float(value):g}"))
     print()

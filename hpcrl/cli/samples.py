@@ -91,6 +91,7 @@ def part_lines(part: Segment, heading: str) -> list[str]:
 
 def _heading(part: Segment, turn: int) -> str:
     facts = [f"turn {turn}, policy" if part.by == "policy" else part.by]
+    facts += [f"as {part.role}"] if part.role else []
     if part.tokens is not None:
         facts.append(f"{part.tokens} tokens")
     if part.by == "policy" and part.trained is not None and part.trained != part.tokens:

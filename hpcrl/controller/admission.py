@@ -49,6 +49,9 @@ class Admission:
         at_once: groups that run at the same time at most, `trainer.fully_async.num_parallel_generation_workers`; None for no
             bound of its own. It only lets a group begin later, so the proof above holds whatever it is.
         surplus: E, groups that are begun beyond those that steps need.
+
+    Attributes:
+        made: groups from this index on wait for their prompts, as for `at_once`; None: all prompts are there.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Admission:
     ) -> None:
         self._batch_size, self._staleness, self._total = batch_size, staleness, total_steps
         self._at_once, self._surplus = at_once, surplus
+        self.made: int | None = None
         self._cursor = 0
         self._returned = set[int]()
         self._left: Mapping[int, Collection[int]] = {}
@@ -76,6 +80,11 @@ class Admission:
     @property
     def cursor(self) -> int:
         return self._cursor
+
+    @property
+    def first(self) -> int:
+        """The first group that may begin."""
+        return min(self._returned, default=self._cursor)
 
     @property
     def running(self) -> int:
@@ -148,7 +157,11 @@ class Admission:
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         """Return up to `count` groups that `worker`, whose engine holds `version`, may begin now."""
-        indices = [self._next() for _ in range(min(count, self.room(version)))]
+        most = min(count, self.room(version))
+        if self.made is not None:
+            again = sum(index < self.made for index in self._returned)
+            most = min(most, again + max(0, self.made - self._cursor))
+        indices = [self._next() for _ in range(most)]
         return [self._begin(index, worker, self._began(index, version)) for index in indices]
 
     def version_of(self, index: int) -> int:

@@ -44,6 +44,7 @@ class Api:
     ) -> None:
         self._service, self._save_seconds, self._timeline, self._goodput = service, save_seconds, timeline, goodput
         self._measuring: asyncio.Task[None] | None = None
+        self._making: asyncio.Task[None] | None = None
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
@@ -166,6 +167,8 @@ class Api:
             self._reading = None
             history = reading.result()
         total = service.start(step, history)
+        if service.ahead and self._making is None:
+            self._making = service.ahead.start(self._notify)
         await self._notify()
         return {"total_steps": total, "steps_per_epoch": service.steps_per_epoch}
 
@@ -242,6 +245,8 @@ class Api:
                 calling, training = {*service.workers, *service.scores.registry.workers}, service.version is not None
                 told = [one.failure(calling, training) for one in health]
                 service.failure = service.failure or next(filter(None, told), None)
+            if self._making and self._making.done():
+                self._making.result()
             if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)
@@ -307,6 +312,8 @@ class Api:
             return
         for name, work in self._service.assignments():
             self._answer(name, work)
+        if self._service.ahead:
+            self._service.ahead.claimed.set()
 
     async def _work(self, name: str, version: int, capacity: int) -> list[Work]:
         """Return the work for a worker as soon as there is some; none after a while, or with news of the run."""

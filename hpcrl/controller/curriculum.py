@@ -9,6 +9,8 @@ time, for indices from a bound on that no group begun before can have reached. B
 groups, U the groups in batches so far, and D those dropped since. By the proof of `Admission`, a group that begins has an index below
 U + D + (S + 1) * B + E. Without dropped groups, step k + 1 so trains rows that are drawn with the pools after step k - S. Each batch file has
 the rows that were drawn before it, and the pass rates that it adds.
+
+Where a batch is composed again, finished groups beyond those rows have trained rows that no file names. They add no pass rate.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Literal
@@ -92,7 +94,7 @@ class Curriculum:
         shares: dict[Pool, float] = {"easy": config.easy, "hard": config.hard}
         self._shares = {pool: round(share * _ONE) for pool, share in shares.items() if share < 1}
         self._salt = random.Random(f"curriculum-{seed}").getrandbits(32)
-        self._rows = dict[int, int]()  # of the groups that no batch has used
+        self._rows = dict[int, int]()  # of the groups that no batch has used; ~row where the pass rate is disregarded
         self._first: int | None = None
         self._end = self._visit = self._used = 0
 
@@ -104,7 +106,14 @@ class Curriculum:
     def row(self, index: int) -> int:
         """Return the row that a group trains which no batch has used yet."""
         self._draw(index + 1)
-        return self._rows[index] % len(self._rates)  # an attempt may find fewer rows than the one that drew
+        row = self._rows[index]
+        return (row if row >= 0 else ~row) % len(self._rates)  # an attempt may find fewer rows than the one that drew
+
+    def disregard(self, finished: Collection[int]) -> None:
+        """Disregard the pass rates of finished groups whose rows no batch has: of those that drew them, one is composed again."""
+        for index in sorted(index for index in finished if index >= self._end):
+            self._draw(index + 1)
+            self._rows[index] = ~self._rows[index]  # also for later attempts, which read it in the next batch
 
     def compose(self, batch: Batch, finished: Sequence[GroupMeta], cursor: int) -> Batch:
         """Return the next batch with the rows that are drawn before it, and the pass rates that it adds.
@@ -117,7 +126,7 @@ class Curriculum:
         # beyond the bound are only groups that an attempt with other settings has begun
         after = max(self._used + len(batch.dropped) + self._ahead, cursor)
         self._draw(after)
-        passed = [(self.row(index), rate) for index, rate in self._passed(finished)]
+        passed = [(self.row(index), rate) for index, rate in self._passed(finished) if self._rows[index] >= 0]
         rows = [self._rows[index] for index in range(self._first, self._end)]
         return replace(batch, drawn=Drawn(self._first, rows, self._visit, passed, self._metrics(passed)))
 

@@ -131,13 +131,15 @@ def read_history(
         history.below = step * batch_size
     if curriculum is not None:
         curriculum.begin(history.below)
-    for number in batch_steps(run):
-        if number > history.composed:
-            run.batch(number).unlink()
+    again = [number for number in batch_steps(run) if number > history.composed]
+    for number in again:
+        run.batch(number).unlink()
     for path in run.samples.glob("*/g*.safetensors"):
         found = _read_samples(path, history, needed, keep)
         if not found and str(path.relative_to(run.path)) not in files:
             path.unlink()
+    if curriculum is not None and again:
+        curriculum.disregard(history.finished)
     _read_scores(run, history, needed, models)
     return history
 

@@ -9,11 +9,10 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
-from hpcrl.controller.curriculum import Curriculum, curriculum_of
+from hpcrl.controller.curriculum import curriculum_of
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.evaluation import (
@@ -22,19 +21,21 @@ from hpcrl.controller.evaluation import (
     can_evaluate,
     discard_after,
     eval_is_due,
-    evaluation_work,
     finished_rows,
     is_evaluated,
 )
 from hpcrl.controller.lending import Lending
 from hpcrl.controller.metrics import batch_histograms, controller_metrics, replica_metrics, scorer_metrics, step_metrics
-from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
+from hpcrl.controller.prompt_stream import PromptStream, group_index
+from hpcrl.controller.prompts_ahead import PromptsAhead
 from hpcrl.controller.recovery import BegunGroups, History, SampleFiles, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import Schemas
 from hpcrl.controller.score_queue import Rewards, ScoreQueue
+from hpcrl.controller.work import WorkMaker
 from hpcrl.data.batch_file import FIRST, write_batch
+from hpcrl.data.endless import EndlessPrompts
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.conclude import write_summary
 from hpcrl.observe.metrics import MetricsWriter
@@ -60,6 +61,8 @@ class Service:
 
     Attributes:
         scores: of finished groups.
+        work: makes what workers are given.
+        ahead: makes prompts; None: all are there.
         lending: of the trainer's GPUs while it waits; of none where the schedule names no workers for it.
         stop: why the run ends; None while it goes on.
         failure: why it cannot go on.
@@ -77,7 +80,7 @@ class Service:
         mixture: Mixture | None = None,
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
-        self._train, self._validation, self._rows, self._mixture = train, validation, rows, mixture
+        self._n_train, self._validation, self._rows = len(train), validation, rows
         order = schedule.seed, schedule.order_seed, schedule.drop_last
         self._stream = PromptStream(len(rows or mixture or train), schedule.batch_size, *order)
         self._admission = Admission(
@@ -87,8 +90,10 @@ class Service:
         self._begun, self._files, self.scores = BegunGroups(run), SampleFiles(), scores or ScoreQueue()
         sampling, judged = schedule.sampling, self.scores.reward
         self._composer = BatchComposer(self._admission, sampling, schedule.batch_size, ready, judged=judged)
+        made = isinstance(train, EndlessPrompts)
+        self.ahead = PromptsAhead(train, self._admission, schedule.batch_size) if made else None
         self._metrics: MetricsWriter | None = None
-        self._curriculum: Curriculum | None = None
+        self.work = WorkMaker(schedule, train, validation, mixture, self._stream, self._admission, self._begun)
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
         self._version: int | None = None
@@ -172,14 +177,14 @@ class Service:
             return 0 <= staleness(following, meta) <= bound and self._usable(meta)
 
         models = self.scores.models
-        curriculum = curriculum_of(s, self._stream, self._row, len(self._train))
+        curriculum = curriculum_of(s, self._stream, self.work.row, self._n_train)
         history = read_history(self._run, step, s.batch_size, self._trainable, keep, pruned, models, curriculum)
         history.finished = {at: self.scores.rewarded(meta, history.rewards) for at, meta in history.finished.items()}
         from_model = self._schedule.engines_begin_with_model
         for version in sorted({*begun_evaluations(self._run), step}):
             possible = version == step or (version < step and can_evaluate(self._run, version, from_model=from_model))
             if possible and self._evaluates(version) and not self._schedule.eval_by_job:
-                history.evaluated[version] = finished_rows(self._run, version, self._eval_work(version))
+                history.evaluated[version] = finished_rows(self._run, version, self.work.eval_work(version))
         return history
 
     def start(self, step: int, history: History | None = None) -> int:
@@ -207,7 +212,7 @@ class Service:
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum, self._files = history.batches, history.checksum, history.files
-        self._curriculum = history.curriculum
+        self.work.curriculum = history.curriculum
         self._pruned, self._started = min(step, samples_removed(self._run)), step
         try:
             self._composer.drop_unwanted(history.finished.items())
@@ -338,31 +343,12 @@ class Service:
         return started and self.keeps(name, version) and self.lending.begins(name)
 
     def _work(self, assignment: Assignment) -> list[Work]:
-        version, files = assignment.version, self._begun.files
-        evaluation = self._eval_work(version, assignment.rows)
-        evaluation = [replace(one, turns=files(one.group_id, version), version=version) for one in evaluation]
+        evaluation = self.work.eval_rows(assignment.version, assignment.rows)
         try:
-            return evaluation + [self._train_work(index) for index in assignment.indices]
+            return evaluation + [self.work.train_work(index) for index in assignment.indices]
         except DataError as error:  # a function of the user's makes the prompts
             self.failure = self.failure or error
             return evaluation
-
-    def _eval_work(self, version: int, rows: Sequence[int] | None = None) -> list[Work]:
-        s = self._schedule
-        return evaluation_work(self._validation, version, s.eval_n_samples, s.seed, rows, s.eval_settings)
-
-    def _row(self, position: int) -> int:
-        """Return the row of the dataset at a position of the prompt stream."""
-        row = self._stream.row(position)
-        return self._mixture.row(self._stream.epoch(position), row) if self._mixture else row
-
-    def _prompt(self, index: int) -> Prompt:
-        return self._train[self._curriculum.row(index) if self._curriculum else self._row(index)]
-
-    def _train_work(self, index: int) -> Work:
-        prompt, seed = self._prompt(index), self._stream.sampling_seed(index)
-        turns = self._begun.files(group_id(index), self._admission.version_of(index))
-        return Work(group_id(index), "train", prompt, self._schedule.n_samples, seed, turns)
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
         """Add finished groups; return those that are not wanted, with the reason.
@@ -409,7 +395,7 @@ class Service:
                     f"{meta.newest_version}"
                 )
         elif index is not None and self._admission.wants(index):
-            expected = self._prompt(index).data_source
+            expected = self.work.prompt(index).data_source
         else:
             return
         if meta.data_source != expected:
@@ -579,11 +565,11 @@ class Service:
             except (CommitError, DataError, RunError) as error:  # CommitError: these are the batches of another by now
                 self.failure = error
                 return
-            if self._curriculum is not None:
-                batch = self._curriculum.compose(batch, self._composer.finished, self._admission.cursor)
+            if (curriculum := self.work.curriculum) is not None:
+                batch = curriculum.compose(batch, self._composer.finished, self._admission.cursor)
             self._checksum = write_batch(self._run, batch, self._checksum)
-            if self._curriculum is not None:
-                self._curriculum.fold(batch)
+            if curriculum is not None:
+                curriculum.fold(batch)
             self._composer.take()
             self.scores.forget(batch.generated)
             self._batches[batch.step] = batch

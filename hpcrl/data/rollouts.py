@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from hpcrl.data.group_file import read_group, read_truth
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.eval_dumps import dumped_samples
 from hpcrl.rundir.layout import Run
-from hpcrl.types import Batch, GroupMeta, Row
+from hpcrl.types import Batch, GroupMeta, Row, TurnEnd, TurnMeta
 
 Decode = Callable[[list[int]], str]
 Order = Literal["best", "worst", "random"]
@@ -34,6 +34,7 @@ class Segment:
         tokens: how many; None where only the text is known.
         trained: of these tokens, those that enter the loss.
         reward: of a policy's turn: what it earned.
+        role: in which the policy took the turn; empty: the environment names none.
     """
 
     by: Literal["prompt", "policy", "environment", "trained", "context"]
@@ -41,6 +42,7 @@ class Segment:
     tokens: int | None = None
     trained: int | None = None
     reward: float | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,17 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
 def _rollout(group: GroupMeta, at: int, of_group: Sequence[Row], truth: str, decode: Decode) -> Rollout:
     sample, rows = group.samples[at], [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
     versions = np.concatenate([row.versions for row in rows])
-    chosen = versions[versions >= 0]
+    chosen, turns = versions[versions >= 0], sample.turns or [()] * len(rows)
+    parts = (
+        segments_of(row, decode, own, of_dataset=group.row is not None) for row, own in zip(rows, turns, strict=True)
+    )
     return Rollout(
         name=f"{group.group_id}.{at}",
         replica=group.replica,
         data_source=group.data_source,
         reward=sample.reward,
         stop_reason=str(rows[-1].stop_reason),
-        parts=[part for row in rows for part in segments_of(row, decode, of_dataset=group.row is not None)],
+        parts=[*chain.from_iterable(parts)],
         raw_reward=sample.raw_reward if sample.raw_reward != sample.reward else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=dict(sample.env_metrics or rows[-1].env_metrics),
@@ -153,12 +158,20 @@ def answer_of(group: GroupMeta, at: int) -> Answer | None:
     return _ANSWERS[at] if group.row is not None and len(group.samples) > 1 else None
 
 
-def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
+def role_at(turns: Sequence[TurnEnd | TurnMeta], at: int) -> str:
+    """Return the role in which the policy took the turn that token `at` is in; empty where it is not known."""
+    return next((turn.role for turn in turns if turn.end > at), "")
+
+
+def segments_of(
+    sample: Row, decode: Decode, turns: Sequence[TurnEnd | TurnMeta] = (), *, of_dataset: bool = False
+) -> list[Segment]:
     """Return the turns of a sample, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
 
     Args:
+        turns: of the sample, with their roles.
         of_dataset: the sample is a dataset's row, without a policy's response; part of it is trained.
     """
     token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
@@ -171,7 +184,8 @@ def segments_of(sample: Row, decode: Decode, *, of_dataset: bool = False) -> lis
             parts.append(Segment("trained" if by_policy[start] else "context", text, tokens, trained))
         elif by_policy[start]:
             until = next((after for after in bounds if after > end), len(token_ids))
-            parts.append(Segment("policy", text, tokens, trained, float(rewards[start:until].sum())))
+            reward, role = float(rewards[start:until].sum()), role_at(turns, start)
+            parts.append(Segment("policy", text, tokens, trained, reward, role))
         else:
             parts.append(Segment("environment" if parts else "prompt", text, tokens, trained))
     return parts

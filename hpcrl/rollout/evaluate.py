@@ -112,7 +112,7 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
             "env_metrics": rows[-1].env_metrics,
             "group_id": group.work.group_id,
             "sample": at,
-            "parts": [asdict(part) for sample in rows for part in segments_of(sample, decode)],
+            "parts": [asdict(part) for sample in rows for part in segments_of(sample, decode, sample.turns)],
         }
         for at, (text, messages, rows) in enumerate(zip(group.texts, group.conversations, group.rows, strict=True))
     ]

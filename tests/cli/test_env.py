@@ -296,3 +296,41 @@ def test_an_environment_of_skyrl_gym_by_the_name_that_its_rows_have(tmp_path: Pa
     assert unknown.returncode != 0
     assert "unknown environment 'clac'" in unknown.stderr
     assert "environment.names" in unknown.stderr
+
+
+ROLES = """
+from hpcrl.envs.base import Turn
+
+
+class Debate:
+    def __init__(self, extras):
+        self.turns = 0
+
+    def init(self, messages):
+        return messages
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns == 1:
+            return Turn([], 0.5, False, role="solver", rewards={"judge": 8.0})
+        return Turn([], 1.0, True, role="verifier", rewards={"solver": -0.25}, trained=False)
+
+    def close(self):
+        pass
+"""
+
+
+def test_each_turn_has_its_role_and_pays_the_other_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A role that has not acted gets nothing, as in training."""
+    (tmp_path / "debating.py").write_text(ROLES)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2 + 2?"}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"it is 4\n\nright\n")))
+    assert main(["env", "try", "debating:Debate", "--data", "rows.jsonl"]) == 0
+    told = capsys.readouterr().out
+    assert "role solver\nreward 0.5\n  reward of judge 8\n" in told
+    assert "role verifier, not trained\nreward 1\n  reward of solver -0.25\n" in told
+    assert "done after 2 turns, total reward 1.25" in told

@@ -74,6 +74,7 @@ def serve_attempt(
     schedule: Schedule = SCHEDULE,
     failed: list[HpcrlError] | None = None,
     scores: ScoreQueue | None = None,
+    train: Sequence[Prompt] | None = None,
 ) -> Served:
     """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
@@ -81,7 +82,7 @@ def serve_attempt(
     StatusWriter(run, "controller", attempt).write("serving", url=url)
 
     async def main() -> None:
-        service = Service(run, attempt, schedule, prompts(5), prompts(3), scores=scores)
+        service = Service(run, attempt, schedule, train or prompts(5), prompts(3), scores=scores)
         api = Api(service, save_seconds=60)
         app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         try:

@@ -8,6 +8,7 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -260,6 +261,25 @@ def test_rows_of_a_stale_run_stay_over_kills(tmp_path: Path) -> None:
             assert run.asked.get(group_id(index), f"p{row}") == f"p{row}"
     trained = [name for _, names in run.batches() for name in names]
     assert len(trained) == len(set(trained)) == 24
+
+
+def test_a_batch_that_is_composed_again_credits_no_other_row(tmp_path: Path) -> None:
+    """Groups were dropped, and others begun in their place: their rows were drawn with pools that the next attempt does not know."""
+    sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=0))
+    run = Trained(tmp_path / "again" / "run", 2, 0, staleness=3, sampling=sampling)
+    one = run.start(0)
+    run.train(one, 1, 2)
+    while work := one.claim("rollout-0", 2, 2):  # batches ahead of training, as far as staleness allows
+        assert one.complete([finished(run.run, item, 2) for item in work]) == {}
+    file = read_batch(run.run.batch(3))
+    assert file
+    (run.run.path / file.batch.groups[0].path).unlink()
+    run.asked.clear()
+    run.train(run.start(2), 3, 4)
+    run.train(run.start(3), 4, 12)  # what the attempt before disregarded, this one does too
+    credited = [one for drawn, _ in run.batches() for one in drawn.passed]
+    assert len(credited) > 24
+    assert [rate for _, rate in credited] == [fmean(rewards_of(row)) for row, _ in credited]
 
 
 def test_failed_samples_have_no_pass_rate() -> None:

@@ -39,7 +39,7 @@ def trained(run: Run, first: int, last: int, controller: Service) -> None:
 def conclude(run: Run, version: int, attempt: int, reward: float = 1.0) -> bool:
     """Score three rows as the job does."""
     scorer = service(run, 9, eval_interval=2, eval_before_train=True)
-    groups = [finish(run, item, version, reward) for item in scorer._eval_work(version)]
+    groups = [finish(run, item, version, reward) for item in scorer.work.eval_work(version)]
     return conclude_by_job(run, version, attempt, SCORER, groups, 1.0)
 
 
@@ -109,7 +109,7 @@ def test_versions_are_concluded_in_order(run: Run) -> None:
     scorer = service(run, 9, eval_interval=2, eval_before_train=True)
 
     def generate(version: int) -> None:
-        groups = [(item, finish(run, item, version, 1.0)) for item in scorer._eval_work(version)]
+        groups = [(item, finish(run, item, version, 1.0)) for item in scorer.work.eval_work(version)]
         append_rows(run.eval_rows(version, 5), [EvalRow(group, item.asked, "") for item, group in groups])
         note_generated(run, version, 1)
 
@@ -125,7 +125,7 @@ def test_a_damaged_version_holds_no_later_one_back(run: Run) -> None:
     trained(run, 1, 4, begin(run, FIRST, **JOB))
     assert conclude(run, 2, 1)
     scorer = service(run, 9, eval_interval=2, eval_before_train=True)
-    rows = [EvalRow(finish(run, item, 4, 1.0), item.asked, "") for item in scorer._eval_work(4)]
+    rows = [EvalRow(finish(run, item, 4, 1.0), item.asked, "") for item in scorer.work.eval_work(4)]
     append_rows(run.eval_rows(4, 5), rows)
     note_generated(run, 4, 1)
     note_generated(run, 0, 1, damaged=True)

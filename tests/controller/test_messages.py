@@ -154,7 +154,7 @@ def test_what_a_run_has_not_come_to_yet_changes_nothing(tmp_path: Path) -> None:
     unchanged(controller, lambda: controller.published(1), "version 0 is, and step 0 is the newest that has a batch")
     unchanged(controller, controller.check_trained, "training ends after step 4, and the newest version is 0")
     first, second = (finish(run, item, 0) for item in controller.claim("rollout-0", 0, 2))
-    newer = finish(run, controller._train_work(1), 1)
+    newer = finish(run, controller.work.train_work(1), 1)
     unchanged(controller, lambda: controller.complete([first, newer]), "no engine can hold version 1")
     other = type(second)(**{**vars(second), "data_source": "another"})
     unchanged(controller, lambda: controller.complete([first, other]), "is of the data source 'letters', not 'another'")

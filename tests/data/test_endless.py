@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,16 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.build import build_service, load_prompts
+from hpcrl.controller.prompt_stream import group_id
 from hpcrl.controller.service import Service
 from hpcrl.data.endless import ENDLESS, EndlessPrompts
 from hpcrl.errors import DataError
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import Prompt, Work
-from tests.controller.test_api import finish, make_run
+from tests.controller.test_api import SCHEDULE, end, finish, make_run, prompts, serve_attempt, work_of
 from tests.paths import QUICKSTART
 
 MODULE = """
@@ -107,6 +111,38 @@ def test_a_function_that_fails_in_the_middle_ends_the_attempt(own: Path) -> None
     one.published(1)
     assert one.claim("rollout-0", 1, 2) == []
     assert str(one.failure) == "data.train_function='words_made:rows', row 2 raised RuntimeError: no more words"
+
+
+def test_the_controller_answers_while_a_function_takes_long(own: Path) -> None:
+    """Groups get their prompts as these are made, in order, also those that an earlier attempt has left out."""
+    run, gate, made = make_run(own / "project" / "run"), threading.Event(), list[int]()
+
+    def make(index: int) -> Prompt:
+        if index != 1:
+            assert gate.wait(120)
+        made.append(index)
+        return prompts(9)[index]
+
+    schedule = replace(SCHEDULE, eval_interval=0, staleness=1, total_steps=3, order_seed=None)
+    left = Service(run, 1, schedule, prompts(9), [])
+    left.start(0)
+    claimed = left.claim("rollout-0", 0, 3)
+    left.complete([finish(run, item, 0) for item in claimed if item.group_id != group_id(1)])
+    served = serve_attempt(run, 2, schedule, train=EndlessPrompts(make, lambda _: True))
+    controller = ControllerClient(run, 2, patience_s=30)
+    controller.call("start", step=0)
+    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    assert [item.group_id for item in work] == [group_id(1)], "another one waits for its prompt"
+    controller.call("complete", worker="rollout-0", groups=[finish(run, item, 0).to_json() for item in work])
+    assert controller.call("next", step=1)["path"], "it answers"
+    assert (made, gate.is_set()) == ([1], False)
+    gate.set()
+    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    assert [(item.group_id, item.prompt) for item in work] == [(group_id(3), prompts(9)[3])]
+    controller.leave("rollout-0")
+    controller.close()
+    end(run, 2, served, steps=3)
+    assert made == [1, 2, 3, 4, 5][: len(made)], "once each, and those of a step ahead at most"
 
 
 def test_prompts_that_are_all_too_long_are_refused() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hpcrl.cli.samples import _lines
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
 from hpcrl.errors import DataError, RunError
+from hpcrl.observe.report.samples import _trained
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
-from hpcrl.types import Batch, Row
+from hpcrl.types import Batch, Row, TurnEnd, TurnMeta
 from tests.rows import group_meta, write_group
 
 
@@ -35,7 +38,7 @@ def decode(token_ids: list[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
-def train(run: Run, step: int, rewards: list[float]) -> None:
+def train(run: Run, step: int, rewards: list[float], turns: Sequence[TurnMeta] = ()) -> None:
     """Write one group of two-turn samples, and the batch of it alone."""
     path = run.samples_of(3) / f"g{step}.safetensors"
     samples = [two_turns() for _ in rewards]
@@ -44,6 +47,8 @@ def train(run: Run, step: int, rewards: list[float]) -> None:
         lengths=[7] * len(rewards), response_lengths=[3] * len(rewards), stop_reasons=["length"] * len(rewards),
         oldest_version=4, newest_version=5, data_source="letters", seconds=1.0, raw_rewards=[2.5] * len(rewards),
     )  # fmt: skip
+    if turns:
+        meta = replace(meta, samples=[replace(one, turns=[turns]) for one in meta.samples])
     write_batch(run, Batch(step, [write_group(path, samples, meta)], step), FIRST)
 
 
@@ -74,6 +79,21 @@ def test_a_sample_in_which_the_policy_said_nothing() -> None:
     arrays = {name: value[:2] for name, value in vars(whole).items() if isinstance(value, np.ndarray)}
     (only,) = segments_of(replace(whole, **arrays), decode)
     assert (only.by, only.text) == ("prompt", "1 2")
+
+
+def test_turns_have_the_roles_of_the_policy(run: Run) -> None:
+    train(run, 1, [2.5], [TurnMeta(4, 0.5, "hinter", 0), TurnMeta(6, 2.0, "guesser", 1)])
+    _, found = trained_samples(run, None)
+    (sample,) = read_trained(run, found, decode)
+    assert [(part.by, part.role) for part in sample.parts if part.role] == [("policy", "hinter"), ("policy", "guesser")]
+    assert [line for line in _lines(sample) if "policy" in line] == [
+        "--- turn 1, policy, as hinter, 2 tokens, reward 0.5",
+        "--- turn 2, policy, as guesser, 1 tokens, not trained, reward 2",
+    ]
+    (group,) = _trained(run, 1, decode)
+    assert group["samples"][0]["rows"][0]["roles"] == {0: "hinter", 3: "guesser"}
+    dumped = segments_of(two_turns(), decode, [TurnEnd(4, "hinter", "a"), TurnEnd(6, "guesser", "b")])
+    assert [part.role for part in dumped] == ["", "hinter", "", "guesser", ""]
 
 
 def test_order() -> None:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import runpy
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from hpcrl.data.sources import READERS
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
 from tests.paths import QUICKSTART
 
 STEPS = 30
-TRAIN = QUICKSTART.parent / "quickstart" / "data" / "train.parquet"
 ALGORITHM = "trainer.algorithm."
 NO_REFERENCE = f"{ALGORITHM}use_kl_loss=false"
 
@@ -96,27 +93,6 @@ def test_family_learns_to_sort(place: Path, family: str, engine: str) -> None:
     print(f"{family}, {engine}: {before:.3f} -> {after:.3f}")
     assert before < 0.5
     assert after >= 0.9
-
-
-@pytest.mark.slow
-def test_a_curriculum_learns_more_where_most_prompts_teach_nothing(place: Path) -> None:
-    """Seven of eight prompts have an answer that is never right. In as many steps, the others come more often."""
-    words = [row["prompt"][-1]["content"] for row in islice(READERS[".parquet"](TRAIN), 256)]
-    truths = ["".join(sorted(word.split()[-1])) if at % 8 == 0 else "never" for at, word in enumerate(words)]
-    lines = [
-        json.dumps({"prompt": word, "env_class": "sort_letters", "reward_spec": {"ground_truth": truth}})
-        for word, truth in zip(words, truths, strict=True)
-    ]
-    (place / "mixed.jsonl").write_text("\n".join(lines))
-    shared, steps, found = ["trainer.epochs=9", f"data.train_data=['{place / 'mixed.jsonl'}']"], 16, {}
-    for name, share in (("plain", 1.0), ("curriculum", 0.05)):
-        run = quickstart(place, name, *shared, f"data.curriculum.hard={share}", steps=steps)
-        found[name] = eval_score(run, steps)
-        print(f"{name}: {eval_score(run, 0):.3f} -> {found[name]:.3f}")
-    hard, rows = (curve(run, f"curriculum/{what}_hard")[steps] for what in ("groups", "rows"))
-    print(f"hard: {rows:.3f} of the rows, {hard:.3f} of the groups")
-    assert hard < 0.6 < rows
-    assert found["curriculum"] > found["plain"]
 
 
 @pytest.mark.slow

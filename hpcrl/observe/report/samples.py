@@ -20,12 +20,12 @@ import numpy as np
 
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.data.group_file import read_group, read_truth
-from hpcrl.data.rollouts import Decode, Rollout, answer_of, evaluated_samples
+from hpcrl.data.rollouts import Decode, Rollout, answer_of, evaluated_samples, role_at
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.report.curves import rounded
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, version_of
-from hpcrl.types import Batch, GroupMeta, Row
+from hpcrl.types import Batch, GroupMeta, Row, TurnMeta
 
 _LARGEST = 4 << 20  # bytes of all samples of a run
 _PER_STEP, _PER_GROUP = 9, 3
@@ -142,8 +142,9 @@ def _group(run: Run, batch: Batch, place: int, samples: Sequence[int], decode: D
     dumped = _dumped(run, batch.step, place, [row for own in indices.values() for row in own])
 
     def rows_of(at: int) -> Iterator[dict[str, Any]]:
-        for number, (index, row) in enumerate(zip(indices[at], rows[at], strict=True)):
-            yield _row(row, dumped.get(index, {}), decode, 0 if number else len(prompt_ids))
+        turns = group.samples[at].turns or [()] * len(rows[at])
+        for number, (index, row, own) in enumerate(zip(indices[at], rows[at], turns, strict=True)):
+            yield _row(row, dumped.get(index, {}), own, decode, 0 if number else len(prompt_ids))
 
     found = {
         "name": f"row {group.row}" if of_dataset else group.group_id,
@@ -184,7 +185,9 @@ def _about(group: GroupMeta, at: int, row: Row) -> dict[str, Any]:
     }
 
 
-def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None, start: int) -> dict[str, Any]:
+def _row(
+    row: Row, dumped: dict[str, np.ndarray], turns: Sequence[TurnMeta], decode: Decode | None, start: int
+) -> dict[str, Any]:
     """Return the tokens of a row from `start` on, and columns of numbers about them.
 
     None stands where a number is not known of a token.
@@ -192,6 +195,7 @@ def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None, start: 
     size = len(row.token_ids) - start
     shown = slice(start, start + min(size, _MOST_TOKENS))
     chosen, trained = row.versions[shown] >= 0, row.loss_mask[shown] > 0
+    begins = np.flatnonzero(np.diff(chosen, prepend=False) & chosen).tolist()
     columns: dict[str, Column] = {
         "logprob": _column(row.rollout_logprobs[shown], chosen),
         "version": _column(row.versions[shown], chosen),
@@ -208,6 +212,7 @@ def _row(row: Row, dumped: dict[str, np.ndarray], decode: Decode | None, start: 
         "mask": "".join("1" if is_trained else "0" for is_trained in trained),
         "columns": {name: column for name, column in columns.items() if any(value is not None for value in column)},
         "rewards": {at: rounded(float(row.rewards[shown][at])) for at in np.flatnonzero(row.rewards[shown]).tolist()},
+        "roles": {at: role for at in begins if (role := role_at(turns, start + at))},
         "left_out": max(0, size - _MOST_TOKENS),
     }
 
@@ -291,5 +296,7 @@ def _sample(rollout: Rollout, begin: int) -> dict[str, Any]:
         "reward": rounded(rollout.reward),
         "stop": rollout.stop_reason,
         "facts": {name: rounded(value) for name, value in rollout.env_metrics.items()},
-        "parts": [{"by": part.by, "text": part.text[:_MOST_LETTERS]} for part in rollout.parts[begin:]],
+        "parts": [
+            {"by": part.by, "role": part.role, "text": part.text[:_MOST_LETTERS]} for part in rollout.parts[begin:]
+        ],
     }

@@ -23,6 +23,7 @@ function tokenRow(row, name, colours) {
   row.text.forEach((text, at) => {
     const policy = row.by[at] === "p", value = row.columns[name]?.[at];
     const trained = row.mask[at] === "1", classes = `${policy || trained ? "policy" : "context"}${policy && !trained ? " untrained" : ""}`;
+    if (row.roles[at]) box.append(el("i", { class: "reward" }, `as ${row.roles[at]}`));
     const masked = name === "mask" && trained ? "background:rgba(46, 158, 104, .35)" : "";
     const token = el("span", { class: classes, style: colours && value != null ? `background:${colours(value)}` : masked }, text.replaceAll("\n", "⏎\n"));
     token.dataset.at = at;
@@ -46,7 +47,7 @@ const pictures = (found) => found.map(([what, url]) => el("img", { src: url, cla
 function sampleBox(sample, name) {
   const title = sample.answer || (sample.reward == null ? null : `reward ${number(sample.reward)}`), colours = sample.rows ? tokenColours(name, sample.rows) : null;
   const head = el("div", { class: "head" }, title ? el("b", {}, title) : null, el("small", { class: "faint" }, [sample.name, ...(sample.stop ? [`ended by ${sample.stop}`] : []), ...said(sample.facts)].join(" · ")));
-  const parts = sample.parts ? sample.parts.map((part) => el("div", { class: `part ${part.by}` }, sample.parts.length > 1 ? el("small", {}, part.by) : null, el("pre", { class: "tokens" }, part.text))) : sample.rows.map((row) => tokenRow(row, name, colours));
+  const parts = sample.parts ? sample.parts.map((part) => el("div", { class: `part ${part.by}` }, sample.parts.length > 1 ? el("small", {}, part.role ? `${part.by} as ${part.role}` : part.by) : null, el("pre", { class: "tokens" }, part.text))) : sample.rows.map((row) => tokenRow(row, name, colours));
   return el("div", { class: "sample" }, head, pictures(sample.pictures), parts);
 }
 

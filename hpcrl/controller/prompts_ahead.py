@@ -1,0 +1,38 @@
+"""Makes the prompts of data.train_function in a thread, ahead of the groups that begin: the controller answers requests meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from hpcrl.controller.admission import Admission
+from hpcrl.data.endless import EndlessPrompts
+
+_MOST = 1024  # a fourth of the prompts that are kept
+
+
+class PromptsAhead:
+    """Makes prompts in the order of their groups, those of a step ahead at most; a group waits for its prompt, see `Admission.made`.
+
+    Attributes:
+        claimed: to be set when groups have begun.
+    """
+
+    def __init__(self, prompts: EndlessPrompts, admission: Admission, batch_size: int) -> None:
+        self._prompts, self._admission, self._ahead = prompts, admission, min(batch_size, _MOST)
+        self.claimed = asyncio.Event()
+
+    def start(self, notify: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Return the task that makes prompts, from the first group that may begin on; it calls `notify` after each."""
+        self._admission.made = self._admission.first
+        return asyncio.create_task(self._fill(notify))
+
+    async def _fill(self, notify: Callable[[], Awaitable[None]]) -> None:
+        admission = self._admission
+        while True:
+            while (index := admission.made or 0) >= admission.cursor + self._ahead:
+                self.claimed.clear()
+                await self.claimed.wait()
+            await asyncio.to_thread(self._prompts.make, index)
+            admission.made = index + 1
+            await notify()
