@@ -187,10 +187,12 @@ class Api:
         if path is None and service.lending.lent and service.phase == WAITS:
             times.trainer_waits(time.monotonic(), away=away, onload=body.get("onload", 0.0))
             await self._notify()  # engines may wait for its GPUs
-        while path is None and not lend and not service.stop and time.monotonic() < deadline:
+        while path is None and not service.stop:
+            lend = not away and any(map(service.wants_lease, self._lease.asking))
+            if lend or time.monotonic() >= deadline:
+                break
             await self._wait(deadline)
             path = self._batch(step)
-            lend = path is None and not away and any(map(service.wants_lease, self._lease.asking))
         if lend:
             times.trainer_leaves(time.monotonic())
         elif path:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
+from hpcrl.controller import replicas
 from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
@@ -103,10 +104,10 @@ def end(run: Run, attempt: int, served: Served, steps: int = 2) -> None:
 
     def ask(route: str, **payload: Any) -> dict[str, Any]:
         body = json.dumps(payload).encode()
-        headers = sender.headers(f"/{route}", body)
-        return httpx.post(f"{served.url}/{route}", content=body, headers=headers, timeout=20).json()
+        return http.post(f"/{route}", content=body, headers=sender.headers(f"/{route}", body)).json()
 
-    with contextlib.suppress(httpx.TransportError):  # everybody knew, and the controller has left
+    # everybody may know, and the controller have left
+    with contextlib.suppress(httpx.TransportError), httpx.Client(base_url=served.url, verify=False, timeout=20) as http:
         write_json(run.stop, {"attempt": attempt, "reason": "finished"})
         while ask("status")["stop"] is None:
             time.sleep(0.05)
@@ -249,7 +250,7 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
     controller.call("complete", worker="rollout-0", groups=groups)
     assert controller.call("next", step=1) == {"stop": "failed", "path": None, "lend": False}
     trainer.write("saving")
-    served.thread.join(2)
+    served.thread.join(0.3)
     assert served.thread.is_alive(), "it does not wait for the trainer"
     controller.call("committed", step=0)
     assert controller.call("report", worker="rollout-0", version=0, state="ready")["stop"] == "failed"
@@ -313,7 +314,10 @@ def test_without_a_controller_a_worker_just_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: bool) -> None:
+def test_the_trainer_saves_when_all_replicas_are_gone(
+    tmp_path: Path, given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "RENEW_S", 0.1)
     run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
     min_replicas = MinReplicas(patience_s=900.0 if given_up else 2.0)
     served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, min_replicas=min_replicas), failed)

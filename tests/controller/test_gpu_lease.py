@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.controller import api
 from hpcrl.controller.replicas import GpuLease
 from hpcrl.data.batch_file import read_batch
 from hpcrl.rundir.commit import write_json
@@ -78,7 +79,7 @@ def complete(run: Run, worker: Side, name: str, work: list[Work]) -> None:
 
 
 def waits(answer: Future[dict[str, Any]]) -> bool:
-    time.sleep(0.3)
+    time.sleep(0.1)
     return not answer.done()
 
 
@@ -155,8 +156,9 @@ def test_begun_groups_of_a_worker_that_is_killed_are_trained_once(run: Run, side
     if state == "asking":  # the one in its place asks too
         assert waits(asked)
         trainer.call("leave", worker=SECOND)
-        sides.append(Side(run))
-        asked = sides[-1].lease(SECOND)
+        second = Side(run)
+        sides.append(second)
+        asked = second.lease(SECOND)
     if state == "awake":
         assert asked.result(15)["lease"]
         again = work_of(second.claim(SECOND).result(15))
@@ -207,8 +209,11 @@ def test_the_trainer_waits_for_an_engine_that_still_starts_and_not_for_one_that_
     assert sleeps.result(15)["lease"]
 
 
-def test_a_worker_that_is_given_up_holds_nobody_back(run: Run, sides: list[Side]) -> None:
+def test_a_worker_that_is_given_up_holds_nobody_back(
+    run: Run, sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though what its agent told the controller got lost."""
+    monkeypatch.setattr(api, "RENEW_S", 0.1)
     trainer, first, second = sides
     trainer.call("start", step=0)
     assert first.lease(FIRST).result(15)["lease"]

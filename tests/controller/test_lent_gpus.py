@@ -62,7 +62,9 @@ class Sides:
             self.step_apart()
         asleep = self.lent.lease(SECOND)
         work = self.claim(self.own, FIRST)
-        assert self.next().result(15) == {"stop": None, "path": None, "lend": True}
+        assert waits(asleep)
+        asked = self.next(wait=60.0)
+        assert asked.result(30) == {"stop": None, "path": None, "lend": True}, "as soon as it asks"
         assert not asleep.done(), "its GPUs are not free yet"
         waiting = self.next(away=True, wait=0.5)
         assert asleep.result(15)["lease"]

@@ -291,7 +291,7 @@ def test_the_end_of_a_batch_script_waits_for_the_filesystem(below: Path) -> None
         ) as process:
             try:
                 with pytest.raises(subprocess.TimeoutExpired):
-                    process.wait(4)
+                    process.wait(2.5)
                 with view(below, run.path, Behaviour()):
                     assert process.communicate(timeout=20)[0] == "attempt 1: done: finished\n"
             finally:

@@ -27,6 +27,7 @@ from tests.reward_service.material import Running, Slow, load, running, write_re
 
 PROMPT = [{"role": "user", "content": "sort: dbca"}]
 TOKEN = {"authorization": "Bearer s3cret"}
+HTTP = httpx.Client(verify=False, timeout=60)  # one for all: each loads certificates, which nothing here has
 REMOTE = RemoteRewardConfig(
     enable=True, service=RewardServiceConfig(model="tiny"), batch_size=4, clip_min=-100.0, clip_max=100.0
 )
@@ -35,6 +36,15 @@ REMOTE = RemoteRewardConfig(
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reward_model(tmp_path_factory.mktemp("reward"))
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[Running]:
+    """A service that is asked for nothing it could score."""
+    model = Slow()
+    with running(model, Bearer("s3cret")) as service:
+        yield service
+        model.may.release(100)
 
 
 @pytest.fixture
@@ -55,11 +65,11 @@ def client(url: str, token: str = "s3cret", seconds: float = 60.0) -> RemoteRewa
 
 def enqueue(url: str, *texts: str, **more: Any) -> httpx.Response:
     body = {"media_type": "text", "messages": [PROMPT] * len(texts), "completions": texts, **more}
-    return httpx.post(f"{url}/enqueue", content=json.dumps(body).encode() + b"\n", headers=TOKEN)
+    return HTTP.post(f"{url}/enqueue", content=json.dumps(body).encode() + b"\n", headers=TOKEN)
 
 
 def fetch(url: str, uuid: str, **more: str) -> httpx.Response:
-    return httpx.post(f"{url}/fetch", data={"uuid": uuid, "type": "reward_model", **more}, headers=TOKEN)
+    return HTTP.post(f"{url}/fetch", data={"uuid": uuid, "type": "reward_model", **more}, headers=TOKEN)
 
 
 def test_hpcrls_own_client_gets_the_scores_of_the_model(path: Path) -> None:
@@ -70,7 +80,7 @@ def test_hpcrls_own_client_gets_the_scores_of_the_model(path: Path) -> None:
             turn = client(service.url)(Response(text=text, messages=PROMPT))
             assert turn.reward == pytest.approx(expected, abs=1e-5)
             assert turn.metrics == {"reward_model": pytest.approx(expected, abs=1e-5)}
-        health = httpx.get(f"{service.url}/health", headers=TOKEN)
+        health = HTTP.get(f"{service.url}/health", headers=TOKEN)
         assert health.json() == {
             "status": "serving", "model": "tiny", "reward": "reward_model", "waiting": 0, "scored": 2,
         }  # fmt: skip
@@ -84,12 +94,12 @@ def test_strangers_are_refused_on_every_route(path: Path) -> None:
     with running(load(path), Bearer("s3cret")) as service:
         for route in ("enqueue", "fetch", "health", "nothing"):
             for headers in ({}, {"authorization": "Bearer wr0ng"}, {"authorization": "s3cret"}):
-                assert httpx.post(f"{service.url}/{route}", headers=headers).status_code == 401
-                assert httpx.get(f"{service.url}/{route}", headers=headers).status_code == 401
+                assert HTTP.post(f"{service.url}/{route}", headers=headers).status_code == 401
+                assert HTTP.get(f"{service.url}/{route}", headers=headers).status_code == 401
         with pytest.raises(ServiceError, match="answered 401"):
             client(service.url, token="wr0ng")(Response(text="a", messages=PROMPT))
-        assert httpx.get(f"{service.url}/nothing", headers=TOKEN).status_code == 404
-        assert httpx.get(f"{service.url}/fetch", headers=TOKEN).status_code == 404
+        assert HTTP.get(f"{service.url}/nothing", headers=TOKEN).status_code == 404
+        assert HTTP.get(f"{service.url}/fetch", headers=TOKEN).status_code == 404
         with httpx.Client() as session:
             large = session.post(f"{service.url}/enqueue", content=b"x" * (17 << 20), headers=TOKEN)
         assert large.status_code == 413
@@ -114,8 +124,8 @@ def test_strangers_are_refused_on_every_route(path: Path) -> None:
         (b'{"completions": ["a"], "messages": [[{"role": "user", "content": "<|end"}, 3]]}', "expected objects"),
     ],
 )
-def test_what_cannot_be_scored_is_refused_with_a_reason(slow: tuple[Running, Slow], body: bytes, words: str) -> None:
-    answer = httpx.post(f"{slow[0].url}/enqueue", content=body, headers=TOKEN)
+def test_what_cannot_be_scored_is_refused_with_a_reason(refusing: Running, body: bytes, words: str) -> None:
+    answer = HTTP.post(f"{refusing.url}/enqueue", content=body, headers=TOKEN)
     assert answer.status_code == 400
     assert words in answer.json()["error"]
 
@@ -125,7 +135,7 @@ def test_scores_come_later_are_kept_for_a_while_and_asked_for_by_name(slow: tupl
     uuid = enqueue(service.url, "a", "bcd").json()["uuid"]
     assert fetch(service.url, uuid).status_code == 425
     assert fetch(service.url, uuid, type="ocr").status_code == 400
-    assert httpx.post(f"{service.url}/fetch", data={"type": "reward_model"}, headers=TOKEN).status_code == 400
+    assert HTTP.post(f"{service.url}/fetch", data={"type": "reward_model"}, headers=TOKEN).status_code == 400
     model.may.release()
     deadline = time.monotonic() + 10
     while (answer := fetch(service.url, uuid)).status_code == 425 and time.monotonic() < deadline:
@@ -141,7 +151,7 @@ def test_prompts_are_enough_for_a_client_that_has_no_messages(slow: tuple[Runnin
     service, model = slow
     model.may.release()
     body = json.dumps({"prompts": ["sort"], "completions": ["ab"]}).encode()
-    uuid = httpx.post(f"{service.url}/enqueue", content=body, headers=TOKEN).json()["uuid"]
+    uuid = HTTP.post(f"{service.url}/enqueue", content=body, headers=TOKEN).json()["uuid"]
     time.sleep(0.2)
     assert fetch(service.url, uuid).json() == {"scores": {"overall_reward": [3.0]}}
 
@@ -168,7 +178,7 @@ def test_a_stop_request_lets_what_waits_be_scored_and_takes_nothing_new(slow: tu
     service.asked.set()
     time.sleep(0.3)
     assert enqueue(service.url, "a").status_code == 503
-    assert httpx.get(f"{service.url}/health", headers=TOKEN).json()["status"] == "stopping"
+    assert HTTP.get(f"{service.url}/health", headers=TOKEN).json()["status"] == "stopping"
     model.may.release()
     time.sleep(0.5)
     assert fetch(service.url, uuid).json() == {"scores": {"overall_reward": [3.0]}}

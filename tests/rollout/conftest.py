@@ -20,6 +20,12 @@ R = TypeVar("R")
 WithEngine = Callable[[Callable[[Any], Coroutine[Any, Any, R]]], R]
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker in this process reports every 200 ms, not every 5 s: reports bring what the controller no longer wants."""
+    monkeypatch.setattr("hpcrl.rollout.worker.RENEW_S", 0.2)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Three models of one architecture."""

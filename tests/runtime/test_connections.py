@@ -110,11 +110,12 @@ def test_a_stranger_gets_one_answer(address: Address) -> None:
         assert answers.count(b"HTTP/1.1 401") == 1
 
 
-def test_an_answer_that_nobody_reads_is_given_up(address: Address) -> None:
+def test_an_answer_that_nobody_reads_is_given_up(address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "IDLE_S", 0.5)
     with connected(address) as waits:
         waits.sendall(LINE + b"authorization: Bearer secret\r\n\r\n")
         assert waits.recv(12) == b"HTTP/1.1 200"
-        time.sleep(5)
+        time.sleep(3)
         found = 0
         with suppress(ConnectionError):
             while part := waits.recv(1 << 20):
@@ -122,8 +123,10 @@ def test_an_answer_that_nobody_reads_is_given_up(address: Address) -> None:
         assert 0 < found < LARGE
 
 
-@pytest.mark.parametrize(("bytes_each", "stays"), [(100_000, True), (1_000, False)])
-def test_a_slow_body_is_read_as_long_as_it_comes(address: Address, bytes_each: int, stays: bool) -> None:
+@pytest.mark.parametrize(("bytes_each", "pause_s", "stays"), [(100_000, 0.25, True), (1_000, 0.4, False)])
+def test_a_slow_body_is_read_as_long_as_it_comes(
+    address: Address, bytes_each: int, pause_s: float, stays: bool
+) -> None:
     head = (
         f"GET /small HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: {10 * bytes_each}\r\n\r\n"
     )
@@ -131,7 +134,7 @@ def test_a_slow_body_is_read_as_long_as_it_comes(address: Address, bytes_each: i
         connection.sendall(head.encode())
         with suppress(ConnectionError):
             for _ in range(10):
-                time.sleep(0.4)
+                time.sleep(pause_s)
                 connection.sendall(b"x" * bytes_each)
         assert has_ended(connection) != stays
 

@@ -26,6 +26,12 @@ from tests.envs.server import Answer, Asked, Server, serving
 CONFIG = RemoteRewardConfig(enable=True, reward_function={"length": 0.5, "vowels": 2.0}, score_key="score")
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that fails is asked again after 50 ms, not half a second."""
+    monkeypatch.setattr("hpcrl.envs.tools.http._FIRST_WAIT_S", 0.05)
+
+
 class Rewarding:
     """Scores completions by their length and their vowels; scores are there at the second question.
 

@@ -19,6 +19,12 @@ from tests.envs.server import Raw, serving
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that fails is asked again after 50 ms, not half a second."""
+    monkeypatch.setattr("hpcrl.envs.tools.http._FIRST_WAIT_S", 0.05)
+
+
 def of(url: str, timeout_s: float = 60.0, patience_s: float = 5.0, token: str | None = None) -> ToolService:
     return ToolService("test service (test.url)", url, timeout_s, patience_s, token)
 

@@ -28,10 +28,12 @@ AGENT = """
 import sys
 from pathlib import Path
 from hpcrl.config import Config
+from hpcrl.launch.agent import agent
 from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.start import NodeContext, listen
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
+agent._POLL_S, agent._CONTROL_S, agent.RENEW_S = 0.05, 0.1, 1.0
 run = Run(Path(sys.argv[1]))
 context = NodeContext(int(sys.argv[2]), ["here", "there", "there"], "local-1", 0, True)
 NodeAgent(run, Config.from_toml([run.config]), context, read_attempts(run)[-1], listen()).supervise()
@@ -77,14 +79,14 @@ def test_a_trainer_that_saved_and_left_does_not_hide_the_controllers_failure(tmp
         train="""
 process_status = StatusWriter(run, "trainer", 1)
 process_status.write("saving")
-time.sleep(1)
+time.sleep(0.3)
 (run.path / "saved").touch()
 process_status.write("stopped")
 """,
         controller="""
 while not trainer_left(run, 1):
     time.sleep(0.1)
-time.sleep(4)  # the agent sees the trainer end first
+time.sleep(1)  # the agent sees the trainer end first
 sys.exit("RunError: step 3: no good groups")
 """,
     )
@@ -100,7 +102,7 @@ def test_a_trainer_that_dies_after_a_stop_request_is_interrupted(tmp_path: Path)
         train="""
 from hpcrl.rundir.commit import write_json
 write_json(run.stop, {"attempt": 1, "reason": "interrupted"})
-time.sleep(2)
+time.sleep(1)
 os.kill(os.getpid(), 9)
 """,
         controller="time.sleep(60)",

@@ -25,7 +25,8 @@ from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, outcome_of, read_outcomes, report_outcome
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
-from tests.launch.submit.test_submit import hpcrl, nothing_made
+from tests.launch.submit.test_submit import called as hpcrl
+from tests.launch.submit.test_submit import nothing_made
 from tests.paths import QUICKSTART
 
 GANG, POOL, REPLICA = "7_0", "9", 2
@@ -72,8 +73,8 @@ def element(run: Run, worker: str = f"rollout-{REPLICA}", trouble_s: float = 60.
         "SLURM_ARRAY_JOB_ID": POOL,
     }
     program = (
-        "import sys; from hpcrl.launch.agent import patience; from hpcrl.launch.agent.pool import main; "
-        f"patience._TROUBLE_S = {trouble_s}; main(sys.argv[1], sys.argv[2])"
+        "import sys; from hpcrl.launch.agent import agent, patience, pool; "
+        f"pool._POLL_S = agent._POLL_S = agent._CONTROL_S = 0.1; patience._TROUBLE_S = {trouble_s}; pool.main(sys.argv[1], sys.argv[2])"
     )
     command = [sys.executable, "-c", program, str(run.path), worker]
     with subprocess.Popen(command, env=environment) as process:
@@ -211,10 +212,13 @@ def test_the_connection_on_which_a_replica_was_reported_is_closed(tmp_path: Path
         StatusWriter(run, "controller", 1).write("serving", url=url)
         with element(run) as process:
             controller.settimeout(60)
-            connection, _ = controller.accept()
-            with connection:
+            request = b""
+            while not request:  # it is given 2 s, which pass before it is sent where others have the cores
+                connection, _ = controller.accept()
                 connection.settimeout(5)
-                assert connection.recv(1 << 16).startswith(b"POST /leave")
+                request = connection.recv(1 << 16)
+            with connection:
+                assert request.startswith(b"POST /leave")
                 connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
                 while connection.recv(1 << 16):
                     pass

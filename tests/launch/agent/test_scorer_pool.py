@@ -31,7 +31,8 @@ from tests.launch.agent.test_pool import (
     record,
     wait_for,
 )
-from tests.launch.submit.test_submit import hpcrl, nothing_made
+from tests.launch.submit.test_submit import called as hpcrl
+from tests.launch.submit.test_submit import nothing_made
 from tests.paths import QUICKSTART
 
 SCORES = """

@@ -156,11 +156,18 @@ def test_what_this_machine_lacks_is_a_warning(folder: Path) -> None:
     assert said.endswith("This machine may lack what the nodes have")
 
 
-def test_calls_are_bounded_in_time_and_may_end_their_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_may_end_their_process_and_are_bounded_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (said,) = checked(folder, "leaves")
     assert "ended with status 3; see the output above; the last was own_scores:leaves with an empty answer" in said
     left = (folder / "own_scores.py.left").read_text()
     assert not Path("/proc", left).exists(), "what it has started in a session of its own ends too"
+    monkeypatch.setattr(own_rewards, "_SECONDS", 0.1)  # before anything is called
+    (said,) = checked(folder, "endless")
+    assert said.endswith("the process that calls reward functions on a few rows did not end within 0.1 s")
+
+
+@pytest.mark.faults_slow
+def test_the_call_that_does_not_end_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_rewards, "_SECONDS", 15.0)
     began = time.monotonic()
     (said,) = checked(folder, "endless")

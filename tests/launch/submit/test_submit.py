@@ -36,7 +36,7 @@ def hpcrl(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
     )
 
 
-def called(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def called(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Call the command line in this process: one of its own imports transformers first, for two CPU seconds."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -44,7 +44,7 @@ def called(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
         for name, value in environment.items():
             patch.setenv(name, value)
         try:
-            code = main([*arguments])
+            code = main([*map(str, arguments)])
         except SystemExit as ended:  # argparse's
             code = ended.code
     assert isinstance(code, int)
@@ -85,7 +85,7 @@ def test_run_directory_that_exists_is_not_touched(tmp_path: Path) -> None:
     taken = tmp_path / "runs" / "quickstart" / "mine"
     taken.mkdir(parents=True)
     (taken / "keep").write_text("x")
-    done = hpcrl("submit", QUICKSTART, "--local", "trainer.run_name=mine", cwd=tmp_path)
+    done = called("submit", QUICKSTART, "--local", "trainer.run_name=mine", cwd=tmp_path)
     assert done.returncode == 5
     assert "mine exists" in done.stderr
     assert "hpcrl resume mine" in done.stderr
@@ -130,7 +130,7 @@ def test_a_line_break_reaches_no_batch_script(tmp_path: Path) -> None:
         (['slurm.extra={"x\\n#SBATCH --exclusive\\n#" = 1}'], tmp_path),
         ([], folder),
     ):
-        done = hpcrl("submit", QUICKSTART, "--dry-run", *arguments, cwd=place)
+        done = called("submit", QUICKSTART, "--dry-run", *arguments, cwd=place)
         assert done.returncode != 0
         assert "one line without control characters, found" in done.stderr
         assert "\n#SBATCH" not in done.stdout + done.stderr

@@ -12,7 +12,8 @@ from hpcrl.config import Config
 from hpcrl.launch.submit.teacher import FACTS, check_precomputed, facts_of
 from hpcrl.rundir.commit import committed_directory, write_json
 from hpcrl.rundir.layout import Run
-from tests.launch.submit.test_submit import hpcrl, nothing_made
+from tests.launch.submit.test_submit import called as hpcrl
+from tests.launch.submit.test_submit import nothing_made
 from tests.paths import CONFIGS
 
 SFT_TINY, SETTING = CONFIGS / "sft_tiny.toml", "trainer.distillation.precomputed_logprobs"

@@ -109,7 +109,7 @@ def test_stop_strings_end_a_response(with_each_engine: WithEngine[Any]) -> None:
     async def play(engine: Engine) -> None:
         # so hot that a letter comes soon of any model, in any number type
         letters = {"temperature": 2.0, "max_tokens": 600, "ignore_eos": True, "seed": None}
-        (plain,) = await engine.generate(PROMPT, 1, 2, letters)
+        (plain,) = await engine.generate(PROMPT, 1, 2, {**letters, "max_tokens": 100})
         assert plain.stop_reason == "length"
         stops = await engine.generate(PROMPT, 8, 2, {**letters, "stop": ["c"]})
         assert {said.stop_reason for said in stops} == {"stop"}

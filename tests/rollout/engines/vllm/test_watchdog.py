@@ -19,7 +19,15 @@ from hpcrl.rollout.engines.watchdog import watch_progress
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import LONG_PROMPT, PROMPT, as_version, children_of
 
+pytestmark = pytest.mark.usefixtures("often")
+
 LONG: dict[str, Any] = {"temperature": 1.0, "max_tokens": 150, "ignore_eos": True}
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is asked ten times as often."""
+    monkeypatch.setattr("hpcrl.rollout.engines.watchdog._POLL_S", 0.1)
 
 
 @contextmanager
@@ -38,8 +46,8 @@ def test_an_engine_that_hangs_is_found(with_engine: WithEngine[Any], server: Ser
         with stopped(server):
             running = asyncio.create_task(engine.generate(PROMPT, 2, 1, LONG))
             assert await engine.healthy()
-            with pytest.raises(EngineError, match=r"no token and no answer for 2 s, while /inference/v1/generate wait"):
-                await asyncio.wait_for(watch_progress(engine, 2.0, 60.0), 20)
+            with pytest.raises(EngineError, match=r"no token and no answer for 1 s, while /inference/v1/generate wait"):
+                await asyncio.wait_for(watch_progress(engine, 1.0, 60.0), 20)
         assert len(await running) == 2
 
     with_engine(play)
@@ -61,8 +69,8 @@ def test_one_that_hangs_when_it_is_to_take_in_weights(
 def test_an_engine_that_works_or_waits_is_left_alone(with_engine: WithEngine[Any], models: list[Path]) -> None:
     async def play(engine: EngineClient) -> None:
         watching = asyncio.create_task(watch_progress(engine, 2.0, 60.0))
-        await asyncio.sleep(4)  # nothing to do
-        end = asyncio.get_running_loop().time() + 5
+        await asyncio.sleep(2.5)  # nothing to do
+        end = asyncio.get_running_loop().time() + 2.5
         version = 0
         while asyncio.get_running_loop().time() < end:
             version += 1
@@ -82,10 +90,10 @@ def test_weights_take_as_long_as_a_start_may(with_engine: WithEngine[Any], serve
         await engine._call("POST", "/pause", params={"mode": "keep"})
         with stopped(server):
             loading = asyncio.create_task(engine._call("POST", "/start_weight_update"))
-            watching = asyncio.create_task(watch_progress(engine, 1.0, 6.0))
-            await asyncio.sleep(4)
+            watching = asyncio.create_task(watch_progress(engine, 1.0, 3.0))
+            await asyncio.sleep(1.5)
             assert not watching.done()
-            with pytest.raises(EngineError, match="for 6 s, while /start_weight_update wait"):
+            with pytest.raises(EngineError, match="for 3 s, while /start_weight_update wait"):
                 await asyncio.wait_for(watching, 20)
         await loading
         info = {"path": str(as_version(models[0], 0).path)}
