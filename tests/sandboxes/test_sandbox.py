@@ -17,6 +17,8 @@ import pytest
 
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes import sandbox as module
+from hpcrl.sandboxes import snapshots
+from hpcrl.sandboxes.archives import PARTIAL
 from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import KEPT_S, SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
@@ -187,6 +189,40 @@ def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None
     assert store.collect(lambda: [second]) == 0
     store.collect(lambda: [])
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_a_collector_that_is_killed_takes_nothing_along(
+    start: Start, user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between its two names of a block that a snapshot had just named once more, which was lost half an hour later."""
+    store, one, place = SnapshotStore(user / "killed"), start(), user / "killed"
+    one.write("/file", b"content")
+    digest = store.put(one)
+    files = [place / f"{digest}.blocks", *(place / "blocks").iterdir()]
+    assert len(files) == 2
+    for path in files:
+        child = os.fork()
+        if child == 0:
+            monkeypatch.setattr(snapshots, "_is_old", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            snapshots._removed(path, 0.0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert not path.exists()
+    with store.opened(digest) as snapshot:
+        other = start(snapshot=snapshot)
+    assert other.read("/file") == b"content"
+    old = time.time() - 2 * KEPT_S
+    (left,) = (path for path in place.iterdir() if path.is_file())
+    os.utime(left, (old, old))
+    store.hold(digest)
+    assert store.collect(list) == 0
+    assert all(path.exists() for path in files)
+    for path in files:
+        path.with_name(f"{PARTIAL}{path.name}").write_bytes(b"of a snapshot that was put since")
+        os.utime(path, (old, old))
+    assert store.collect(lambda: [digest]) == 0
+    assert store.collect(list) == 2
+    assert [path for path in place.rglob("*") if path.is_file()] == []
 
 
 def test_what_a_list_of_blocks_names_is_in_the_directory(user: Path) -> None:
