@@ -3,7 +3,8 @@
     POST /start     {image, network?, snapshot?}                     -> {key, lease_s}; 503 where the node is full, 500 where it cannot
     GET  /health                                                     -> {running, most}
     POST /exec      {command, seconds, input?, terminal?, environment?, directory?, most?}
-                                                                     -> lines {stdout} or {stderr}, the last {code, ended}
+                                                                     -> lines {stdout} or {stderr}, the last {code, ended}; {} every
+                                                                        BEAT_S seconds
     POST /write     {path, content, mode?}    POST /read {path}      -> {}, {content}
     POST /snapshot  {}                        POST /renew, /end {}   -> {snapshot}, {}, {}
 
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from hpcrl.envs.agents.sandbox_command import BEAT_S
 from hpcrl.errors import HpcrlError, SandboxError
 from hpcrl.runtime.http_server import (
     ADMITTED,
@@ -187,8 +189,16 @@ class SandboxServer:
             {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
         )
 
+        turn = asyncio.Lock()
+
         async def line(message: Body) -> None:
-            await send({"type": "http.response.body", "body": json_body(message) + b"\n", "more_body": True})
+            async with turn:
+                await send({"type": "http.response.body", "body": json_body(message) + b"\n", "more_body": True})
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                await line({})
 
         def pump() -> None:
             for name, piece in program.output(given, most):
@@ -199,14 +209,15 @@ class SandboxServer:
                 pass
             program.cancel()
 
-        gone = asyncio.create_task(until_gone())
+        beside = [asyncio.create_task(until_gone()), asyncio.create_task(beat())]
         try:
             await self._in_thread(pump)
             await line(asdict(program.result) if program.result else {})
         except HpcrlError as error:
             await line({"error": str(error)})
         finally:
-            gone.cancel()
+            for task in beside:
+                task.cancel()
         await send({"type": "http.response.body", "body": b""})
 
     def _write(self, key: str, asked: Body) -> dict[str, Any]:
