@@ -6,7 +6,7 @@
                                                                      -> lines {stdout} or {stderr}, the last {code, ended}; {} every
                                                                         BEAT_S seconds
     POST /write     {path, content, mode?}    POST /read {path}      -> {}, {content}
-    POST /snapshot  {}                        POST /renew, /end {}   -> {snapshot}, {}, {}
+    POST /snapshot  {only?}                   POST /renew, /end {}   -> {snapshot}, {}, {}
 
 The first two need the proof of a run's process, or of a token, and the others the key of a sandbox, which is of one sample. Contents are in
 base64. A program that writes more than `most` bytes is ended. What a request lacks is answered with 400 and a reason. A program ends when its
@@ -85,7 +85,7 @@ class SandboxServer:
         self._of_key: dict[str, tuple[Fields, Callable[[str, Body], dict[str, Any]]]] = {
             "/write": ({"path": (str, None), "content": (str, None), "mode": (int, 0o644)}, self._write),
             "/read": ({"path": (str, None)}, self._read),
-            "/snapshot": ({}, lambda key, _: {"snapshot": node.keep(key)}),
+            "/snapshot": ({"only": (list, [])}, self._snapshot),
             "/renew": ({}, self._renew),
             "/end": ({}, self._end),
         }
@@ -229,6 +229,11 @@ class SandboxServer:
     def _read(self, key: str, asked: Body) -> dict[str, Any]:
         with self._node.use(key) as held:
             return {"content": base64.b64encode(held.sandbox.read(asked["path"])).decode()}
+
+    def _snapshot(self, key: str, asked: Body) -> dict[str, Any]:
+        if not all(isinstance(path, str) and path.startswith("/") for path in asked["only"]):
+            raise BadRequest("only: expected absolute paths")
+        return {"snapshot": self._node.keep(key, asked["only"])}
 
     def _renew(self, key: str, _: Body) -> dict[str, Any]:
         with self._node.use(key):

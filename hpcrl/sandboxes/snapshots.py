@@ -14,7 +14,7 @@ import secrets
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,8 +46,11 @@ class SnapshotStore:
     def __init__(self, directory: Path) -> None:
         self._path, self._blocks = directory, directory / "blocks"
 
-    def put(self, sandbox: Sandbox) -> str:
+    def put(self, sandbox: Sandbox, only: Sequence[str] = ()) -> str:
         """Keep what the programs of a sandbox have changed, and return its name, the SHA-256 of the list of blocks.
+
+        Args:
+            only: as of `Sandbox.snapshot`.
 
         Raises:
             SandboxError: it is more than the limits of the sandbox allow, such as many sparse files.
@@ -69,7 +72,7 @@ class SnapshotStore:
 
                 cutter = _Cutter(keep)
                 sandbox.snapshot(
-                    cast(IO[bytes], cutter)
+                    cast(IO[bytes], cutter), only
                 )  # its programs, which stand still meanwhile, go on before disks are waited for
                 cutter.finish()
                 list(threads.map(lambda name: writes[name].result() and self._commit(name, stage), writes))

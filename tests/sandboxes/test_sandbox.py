@@ -158,6 +158,42 @@ def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
             pass
 
 
+def test_a_snapshot_of_some_paths(start: Start, user: Path) -> None:
+    """What is elsewhere is as in the image, the directories above them included; what is in them is as it was."""
+    store, one = SnapshotStore(user / "some"), start()
+    shell(
+        one,
+        "rm -r /etc && mkdir -m 700 /etc /etc/new && echo a > /etc/new/a && echo b > /etc/b; python3 -c 'import os; os.chmod(\"/tmp\", 0o1777)'; cd /tmp; mkdir -m 711 kept other;"
+        "echo l > other/linked; ln other/linked kept/link; echo x > beside; rm /bin/cat; ln -s /bin /deep; mkdir -p /a/b/c /a/x",
+    )
+    with store.opened(store.put(one, ["/etc/new", "/tmp/kept/", "/a/b/c", "/bin/cat", "/none"])) as part:
+        other = start(snapshot=part)
+    code = """
+import os
+print(sorted(os.listdir('/etc')), sorted(os.listdir('/etc/new')), sorted(os.listdir('/tmp')), open('/tmp/kept/link').read())
+print(*(oct(os.stat(one).st_mode)[-4:] for one in ('/etc/new', '/tmp', '/tmp/kept')), sorted(os.listdir('/a')), os.listdir('/a/b'))
+print(os.path.exists('/bin/cat'), os.path.exists('/bin/ls'), os.path.exists('/deep'), open('/etc/release').read())
+"""
+    assert other.run(["python3", "-I", "-S", "-c", code], PATIENCE_S).stdout.decode().split() == (
+        [
+            "['new',",
+            "'release']",
+            "['a']",
+            "['kept']",
+            "l",
+            "0700",
+            "1777",
+            "0711",
+            "['b']",
+            "['c']",
+            "False",
+            "True",
+            "False",
+            "tiny",
+        ]
+    )
+
+
 def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None:
     store, one, folder = SnapshotStore(user / "changes"), start(), user / "changes"
 
