@@ -33,15 +33,18 @@ def _are_parts(value: Any) -> bool:
         isinstance(part, dict)
         and _is_text(part.get("by"))
         and _is_text(part.get("text"))
-        and type(part.get("tokens")) is int
+        and isinstance(part.get("tokens"), int | None)
         for part in value
     )
+
+
+def _is_response(value: Any) -> bool:
+    return _is_text(value) or _are_messages(value)
 
 
 _REQUIRED: Mapping[str, Callable[[Any], bool]] = {
     "prompt": _are_messages,
     "data_source": _is_text,
-    "response": lambda value: _is_text(value) or _are_messages(value),
     "score": _is_number,
     "stop_reason": _is_text,
     "env_metrics": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
@@ -101,6 +104,8 @@ def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
             group = str(line["group_id"])
             place = group, int(line.get("sample", count[group]))
             wrong = [name for name, is_right in _REQUIRED.items() if not is_right(line[name])]
+            if not _is_response(line.get("response", "")):
+                wrong.append("response")
             if wrong:
                 raise TypeError(f"{wrong[0]} is {line[wrong[0]]!r:.80}")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
