@@ -119,10 +119,9 @@ def _harbor(folder: Path, images: ImageNames) -> TerminalTask:
 def _artifacts(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths that a verifier gets which runs in a container of its own: https://harborframework.com/docs/datasets/artifact-collection."""
     listed = config.get("artifacts", [])
-    sources = (
-        [one.get("source") if isinstance(one, dict) else one for one in listed] if isinstance(listed, list) else []
-    )
-    if not isinstance(listed, list) or not all(isinstance(source, str) for source in sources):
+    found = [one.get("source") if isinstance(one, dict) else one for one in listed] if isinstance(listed, list) else []
+    sources = [source for source in found if isinstance(source, str)]
+    if not isinstance(listed, list) or len(sources) < len(found):
         raise DataError(f"{path}: expected paths as `artifacts`, found {listed!r:.80}")
     return (_ARTIFACTS, *sources)
 
