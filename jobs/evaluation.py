@@ -1,7 +1,7 @@
 """One element of a run's evaluation job: python jobs/evaluation.py RUN ELEMENT
 
 consumes   the validation sets, the initial model, weights/v<k> of the versions that wait, and rows that an earlier start has finished
-waits for  its own engine
+waits for  its own engine; serves sandboxes, where config.toml asks for some
 produces   evals/v<k>/<replica>.jsonl, .rows, job.json and summary.json, metrics/evaluation-<element>.jsonl
 ends       with 0 when no version waits for this element, or on SIGTERM; with the exit code of hpcrl/errors.py otherwise. The engine
            never outlives it
@@ -33,9 +33,11 @@ from hpcrl.rundir.records import append_text
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
 from hpcrl.runtime.signals import die_with_parent
+from hpcrl.sandboxes.local import configured_sandboxes
 from hpcrl.types import GroupMeta, Prompt
 
 if TYPE_CHECKING:
+    from hpcrl.envs.tools.sandboxes import Sandboxes
     from hpcrl.rollout.engines.base import Engine, Launched
     from hpcrl.rollout.family import LoadedGenerator
     from hpcrl.rollout.generate import Generator
@@ -52,6 +54,7 @@ def main(path: str, element: int) -> None:
     with ExitStack() as stack:
         stack.enter_context(ending_told(status))
         replica, log = config.lent_replicas.stop + element, run.log(attempt, f"engine-{name}")
+        sandboxes = stack.enter_context(configured_sandboxes(config.slurm.sandboxes, run.root))
         engine = stack.enter_context(launched(run, config, log, replica, attempt=attempt))
         # torch and transformers take seconds to import, while the engine starts
         from hpcrl.controller.build import load_prompts
@@ -64,7 +67,7 @@ def main(path: str, element: int) -> None:
         loaded = load_generator(run, config, config.trainer.multi_modal_log_interval)
         start_s = config.generator.inference_engine.start_timeout_seconds
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
-        waiting = WaitingVersions(run, config, element, replica, prompts, loaded, copies, status)
+        waiting = WaitingVersions(run, config, element, replica, prompts, loaded, copies, sandboxes, status)
         asyncio.run(waiting.evaluate(engine))
 
 
@@ -75,6 +78,7 @@ class WaitingVersions:
         replica: number under which samples and rows are written.
         prompts: of the validation sets.
         copies: of weights on this node; None: the engine reads them in the run directory.
+        sandboxes: of this node; None: the run has none.
     """
 
     def __init__(
@@ -86,10 +90,12 @@ class WaitingVersions:
         prompts: list[Prompt],
         loaded: LoadedGenerator,
         copies: NodeCopies | None,
+        sandboxes: Sandboxes | None,
         status: StatusWriter,
     ) -> None:
         self._run, self._config, self._element, self._replica = run, config, element, replica
         self._prompts, self._loaded, self._copies, self._status = prompts, loaded, copies, status
+        self._sandboxes = sandboxes
         self._settings, self._tried = evaluation_settings(config), dict[int, int]()
 
     async def evaluate(self, launched: Launched) -> None:
@@ -105,7 +111,7 @@ class WaitingVersions:
         engine = launched.connect(replica=evaluation_name(self._element))
 
         async def all_versions() -> None:
-            async with self._loaded.maker()(engine) as groups:
+            async with self._loaded.maker(sandboxes=self._sandboxes)(engine) as groups:
                 while found := self._next(engine):
                     await self._evaluate(engine, groups, *found)
 

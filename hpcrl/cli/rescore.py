@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hpcrl.observe.evaluations import Evaluation
     from hpcrl.rundir.layout import Run
 
+_ASKED = "evaluation.json"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root(parser)
@@ -57,9 +59,20 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
 def _default_place(evaluation: Evaluation) -> Path:
     run, stamp = evaluation.run, time.strftime("%m%d-%H%M%S")
-    if (run.path / "evaluation.json").exists():
+    if (run.path / _ASKED).exists():
         return run.path.with_name(f"{run.name}-rescored-{stamp}")
     return run.evaluations / f"v{evaluation.version:06d}-rescored-{stamp}"
+
+
+def _asked(run: Run) -> dict[str, Any] | None:
+    """Return what `hpcrl eval` was asked for, or None where the evaluation is one of a run. Raises RunError where the file is damaged."""
+    from hpcrl.rundir.records import damaged, read_object
+
+    path = run.path / _ASKED
+    asked = read_object(path, remedy := "evaluate again with `hpcrl eval`")
+    if asked is not None and not isinstance(asked.get("root", ""), str):
+        raise damaged(path, f"expected a path as 'root', found {asked['root']!r:.80}", remedy)
+    return asked
 
 
 def _scored(evaluation: Evaluation, config: Config, place: Run, root: Path) -> dict[str, Any]:
@@ -71,18 +84,18 @@ def _scored(evaluation: Evaluation, config: Config, place: Run, root: Path) -> d
     from hpcrl.observe.evaluations import EvaluatedPrompt
     from hpcrl.observe.scores import results_of
     from hpcrl.rollout.rescore import evaluation_prompts, prompts_of, rescore
-    from hpcrl.rundir.commit import read_json, write_json, write_text
+    from hpcrl.rundir.commit import write_json, write_text
     from hpcrl.rundir.eval_dumps import dumped_samples
     from hpcrl.rundir.records import append_text
     from hpcrl.sandboxes.local import configured_sandboxes
 
     run, generator, began = evaluation.run, config.generator, time.monotonic()
+    asked = _asked(run)
     _, samples = dumped_samples(run, evaluation.version)
     all_prompts = evaluation_prompts(
         config.data, config.environment, generator.max_turns, offline=config.trainer.offline
     )
     prompts = prompts_of({group_id: line for (group_id, _), line in samples.items()}, all_prompts)
-    asked = read_json(run.path / "evaluation.json")
     images = run.root if asked is None else asked.get("root", root)  # as they were evaluated with
     with configured_sandboxes(config.slurm.sandboxes, images) as sandboxes:
         most = config.slurm.sandboxes.most_of_a_node
@@ -112,7 +125,7 @@ def _scored(evaluation: Evaluation, config: Config, place: Run, root: Path) -> d
         ),
     }
     write_text(place.config, config.to_toml())
-    write_json(place.path / "evaluation.json", asked)
+    write_json(place.path / _ASKED, asked)
     text = "".join(dumps(line, ensure_ascii=False) + "\n" for line in found.lines)
     append_text(place.eval_dump(evaluation.version, 0), text)
     write_results(place, results)

@@ -60,7 +60,7 @@ class EvaluatedPrompt:
 
 def response_tokens(line: Mapping[str, Any]) -> int:
     """Return how many tokens of a dumped sample the policy chose."""
-    return sum(part["tokens"] for part in line["parts"] if part["by"] == "policy")
+    return sum(part.get("tokens") or 0 for part in line["parts"] if part["by"] == "policy")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ async def _played(session: EnvSession, line: Line) -> tuple[float, dict[str, flo
 
 
 def _said(line: Line) -> Iterator[str]:
-    response = line["response"]
+    if (response := line.get("response")) is None:
+        raise DataError("the samples of the evaluation have no responses; evaluate again with `hpcrl eval`")
     if isinstance(response, str):
         yield response
         return

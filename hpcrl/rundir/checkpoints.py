@@ -36,7 +36,7 @@ from hpcrl.rundir.commit import (
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
 from hpcrl.rundir.other_roots import lost_folders, require_folders
-from hpcrl.rundir.records import damaged, read_object, with_checksum
+from hpcrl.rundir.records import as_record, damaged, read_object, with_checksum
 from hpcrl.rundir.starts import Line, failed_loads, given_up_by, last_started, read_starts
 
 if TYPE_CHECKING:
@@ -51,6 +51,18 @@ Report = Callable[[str], None]
 
 Verify = Callable[[Path], object]
 """Raises CommitError where a checkpoint is not whole."""
+
+
+@dataclass(frozen=True)
+class NotedCommit:
+    """The newest checkpoint of a run, as the run directory notes it.
+
+    Attributes:
+        attempt: that committed it.
+    """
+
+    attempt: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -187,6 +199,13 @@ def note_committed(run: Run, attempt: int, step: int) -> None:
     write_text(run.committed, with_checksum({"attempt": attempt, "step": step})[0])
 
 
+def noted_commit(run: Run) -> NotedCommit | None:
+    """Return what `note_committed` has written, or None. Raises RunError where the file is damaged."""
+    remedy = "remove it"
+    record = read_object(run.committed, remedy)
+    return None if record is None else as_record(NotedCommit, record, run.committed, remedy)
+
+
 def require_checkpoints(run: Run) -> None:
     """Look whether a run that had a checkpoint has one now: training does not restart from step 0 by itself.
 
@@ -199,8 +218,8 @@ def require_checkpoints(run: Run) -> None:
     lines = read_starts(run)
     removed = max((line["attempt"] for line in lines if "removed" in line), default=0)
     commits = [(outcome.attempt, outcome.step) for outcome in read_outcomes(run)]
-    if noted := read_object(run.committed, "remove it"):
-        commits.append((noted["attempt"], noted["step"]))
+    if (noted := noted_commit(run)) is not None:
+        commits.append((noted.attempt, noted.step))
     had = max((step for attempt, step in commits if attempt > removed), default=0)
     had_one = f"{run.name} had a checkpoint of step {had}, and " if had else ""
     if lost := lost_folders(run).get(run.checkpoints):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,43 @@ from hpcrl.rundir.commit import parse_json, read_bytes
 from hpcrl.rundir.evaluations import begun_evaluations
 from hpcrl.rundir.layout import Run, version_of
 
-_REQUIRED = {
-    "prompt": list,
-    "data_source": str,
-    "score": (int, float),
-    "stop_reason": str,
-    "env_metrics": dict,
-    "parts": list,
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and _is_text(message.get("role")) and _is_text(message.get("content"))
+        for message in value
+    )
+
+
+def _are_parts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(part, dict)
+        and _is_text(part.get("by"))
+        and _is_text(part.get("text"))
+        and isinstance(part.get("tokens"), int | None)
+        for part in value
+    )
+
+
+def _is_response(value: Any) -> bool:
+    return _is_text(value) or _are_messages(value)
+
+
+_REQUIRED: Mapping[str, Callable[[Any], bool]] = {
+    "prompt": _are_messages,
+    "data_source": _is_text,
+    "score": _is_number,
+    "stop_reason": _is_text,
+    "env_metrics": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+    "parts": _are_parts,
 }
 
 
@@ -30,7 +60,9 @@ def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, 
     Raises:
         RunError: there is no such evaluation, or its samples were not written.
     """
-    dumps = [path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None]
+    dumps = [
+        path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None and path.stem.isdecimal()
+    ]
     versions = sorted({version_of(path.parent) or 0 for path in dumps})
     if not versions:
         raise RunError(
@@ -71,10 +103,14 @@ def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
         try:
             group = str(line["group_id"])
             place = group, int(line.get("sample", count[group]))
-            wrong = [name for name, kind in _REQUIRED.items() if not isinstance(line[name], kind)]
+            wrong = [name for name, is_right in _REQUIRED.items() if not is_right(line[name])]
+            if not _is_response(line.get("response", "")):
+                wrong.append("response")
             if wrong:
                 raise TypeError(f"{wrong[0]} is {line[wrong[0]]!r:.80}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number} is no sample of an evaluation: {error!r}") from error
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise DataError(
+                f"{path}, line {number} is no sample of an evaluation: {error!r}. Remove the line, or evaluate again with `hpcrl eval`"
+            ) from error
         count[group] += 1
         yield place, {**line, "replica": int(path.stem)}

@@ -249,7 +249,7 @@ class _First:
             elif message["do"] == "snapshot":
                 with os.fdopen(streams[0], "wb") as out:
                     bounds = TreeBounds(self._settings["disk"], self._settings["files"])
-                    write_tree(self._upper, out, bounds, upper=True)
+                    write_tree(self._upper, out, bounds, upper=True, only=message["only"])
                 send(control, {})
             else:
                 os.close(self._upper)

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
@@ -146,10 +146,10 @@ class NodeSandboxes:
                 held.users -= 1
                 held.until = time.monotonic() + self.lease_s
 
-    def keep(self, key: str) -> str:
-        """Keep a snapshot of a sandbox; return its name."""
+    def keep(self, key: str, only: Sequence[str] = ()) -> str:
+        """Keep a snapshot of a sandbox, with `only` of what is at and below these absolute paths; return its name."""
         with self.use(key) as held:
-            held.made = self._snapshots.put(held.sandbox)
+            held.made = self._snapshots.put(held.sandbox, only)
             return held.made
 
     def hold_snapshots(self) -> None:

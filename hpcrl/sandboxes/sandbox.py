@@ -401,8 +401,12 @@ class Sandbox:
             raise SandboxError(f"{path} has more than {most} bytes")
         return bytes(content)
 
-    def snapshot(self, out: IO[bytes]) -> None:
-        """Write what its programs have changed, as a tar archive; they are stopped meanwhile, and nothing else begins."""
+    def snapshot(self, out: IO[bytes], only: Sequence[str] = ()) -> None:
+        """Write what its programs have changed, as a tar archive; they are stopped meanwhile, and nothing else begins.
+
+        Args:
+            only: absolute paths; what is at and below them is written; empty: all.
+        """
 
         def take(stream: int) -> None:
             with os.fdopen(stream, "rb") as source:
@@ -410,7 +414,7 @@ class Sandbox:
                     out.write(piece)
 
         with self._changing:
-            self._transfer({"do": "snapshot"}, take, reads=True)
+            self._transfer({"do": "snapshot", "only": list(only)}, take, reads=True)
 
     def kill(self) -> None:
         """Kill all its programs; its files stay."""

@@ -3,9 +3,10 @@
     POST /start     {image, network?, snapshot?}                     -> {key, lease_s}; 503 where the node is full, 500 where it cannot
     GET  /health                                                     -> {running, most}
     POST /exec      {command, seconds, input?, terminal?, environment?, directory?, most?}
-                                                                     -> lines {stdout} or {stderr}, the last {code, ended}
+                                                                     -> lines {stdout} or {stderr}, the last {code, ended}; {} every
+                                                                        BEAT_S seconds
     POST /write     {path, content, mode?}    POST /read {path}      -> {}, {content}
-    POST /snapshot  {}                        POST /renew, /end {}   -> {snapshot}, {}, {}
+    POST /snapshot  {only?}                   POST /renew, /end {}   -> {snapshot}, {}, {}
 
 The first two need the proof of a run's process, or of a token, and the others the key of a sandbox, which is of one sample. Contents are in
 base64. A program that writes more than `most` bytes is ended. What a request lacks is answered with 400 and a reason. A program ends when its
@@ -25,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from hpcrl.envs.agents.sandbox_command import BEAT_S
 from hpcrl.errors import HpcrlError, SandboxError
 from hpcrl.runtime.http_server import (
     ADMITTED,
@@ -83,7 +85,7 @@ class SandboxServer:
         self._of_key: dict[str, tuple[Fields, Callable[[str, Body], dict[str, Any]]]] = {
             "/write": ({"path": (str, None), "content": (str, None), "mode": (int, 0o644)}, self._write),
             "/read": ({"path": (str, None)}, self._read),
-            "/snapshot": ({}, lambda key, _: {"snapshot": node.keep(key)}),
+            "/snapshot": ({"only": (list, [])}, self._snapshot),
             "/renew": ({}, self._renew),
             "/end": ({}, self._end),
         }
@@ -187,8 +189,16 @@ class SandboxServer:
             {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
         )
 
+        turn = asyncio.Lock()
+
         async def line(message: Body) -> None:
-            await send({"type": "http.response.body", "body": json_body(message) + b"\n", "more_body": True})
+            async with turn:
+                await send({"type": "http.response.body", "body": json_body(message) + b"\n", "more_body": True})
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                await line({})
 
         def pump() -> None:
             for name, piece in program.output(given, most):
@@ -199,14 +209,15 @@ class SandboxServer:
                 pass
             program.cancel()
 
-        gone = asyncio.create_task(until_gone())
+        beside = [asyncio.create_task(until_gone()), asyncio.create_task(beat())]
         try:
             await self._in_thread(pump)
             await line(asdict(program.result) if program.result else {})
         except HpcrlError as error:
             await line({"error": str(error)})
         finally:
-            gone.cancel()
+            for task in beside:
+                task.cancel()
         await send({"type": "http.response.body", "body": b""})
 
     def _write(self, key: str, asked: Body) -> dict[str, Any]:
@@ -218,6 +229,11 @@ class SandboxServer:
     def _read(self, key: str, asked: Body) -> dict[str, Any]:
         with self._node.use(key) as held:
             return {"content": base64.b64encode(held.sandbox.read(asked["path"])).decode()}
+
+    def _snapshot(self, key: str, asked: Body) -> dict[str, Any]:
+        if not all(isinstance(path, str) and path.startswith("/") for path in asked["only"]):
+            raise BadRequest("only: expected absolute paths")
+        return {"snapshot": self._node.keep(key, asked["only"])}
 
     def _renew(self, key: str, _: Body) -> dict[str, Any]:
         with self._node.use(key):

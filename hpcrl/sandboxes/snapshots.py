@@ -14,7 +14,7 @@ import secrets
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +33,7 @@ SMALLEST, LARGEST = 256 << 10, 4 << 20
 
 _DIGEST = "[0-9a-f]{64}"
 _LISTS = "*.blocks"
+_ASIDE = re.compile(rf"{re.escape(PARTIAL)}({_DIGEST}\.(?:blocks|z))")
 _RECORD = 512  # of an archive
 _ONE_IN = 2048  # records after which a block ends, as a rule
 _LEVEL = 1  # of zlib: the policy waits
@@ -45,8 +46,11 @@ class SnapshotStore:
     def __init__(self, directory: Path) -> None:
         self._path, self._blocks = directory, directory / "blocks"
 
-    def put(self, sandbox: Sandbox) -> str:
+    def put(self, sandbox: Sandbox, only: Sequence[str] = ()) -> str:
         """Keep what the programs of a sandbox have changed, and return its name, the SHA-256 of the list of blocks.
+
+        Args:
+            only: as of `Sandbox.snapshot`.
 
         Raises:
             SandboxError: it is more than the limits of the sandbox allow, such as many sparse files.
@@ -68,7 +72,7 @@ class SnapshotStore:
 
                 cutter = _Cutter(keep)
                 sandbox.snapshot(
-                    cast(IO[bytes], cutter)
+                    cast(IO[bytes], cutter), only
                 )  # its programs, which stand still meanwhile, go on before disks are waited for
                 cutter.finish()
                 list(threads.map(lambda name: writes[name].result() and self._commit(name, stage), writes))
@@ -97,8 +101,9 @@ class SnapshotStore:
 
     def hold(self, digest: str) -> None:
         """Let a snapshot be as young as if it had been put now."""
-        with suppress(FileNotFoundError):
-            os.utime(self._file(digest))
+        for path in (self._file(digest), _aside(self._file(digest))):
+            with suppress(FileNotFoundError):
+                os.utime(path)
 
     @contextmanager
     def opened(self, digest: str) -> Iterator[IO[bytes]]:
@@ -108,7 +113,7 @@ class SnapshotStore:
             DataError: there is none of this name.
             DamagedError: it has changed.
         """
-        listed = read_bytes(self._file(digest)) if re.fullmatch(_DIGEST, digest) else None
+        listed = _read(self._file(digest)) if re.fullmatch(_DIGEST, digest) else None
         if listed is None:
             raise DataError(f"there is no snapshot {digest!r:.100} in {self._path}")
         names = listed.decode(errors="replace").split()
@@ -122,7 +127,7 @@ class SnapshotStore:
             yield cast(IO[bytes], plain)
 
     def _content(self, name: str) -> bytes:
-        packed = read_bytes(self._block(name))
+        packed = _read(self._block(name))
         if packed is None:
             raise DataError(f"{self._block(name)} is missing: begin without the snapshot, or with an earlier one")
         try:
@@ -149,6 +154,8 @@ class SnapshotStore:
         if not children(self._path):
             return 0
         make_directory(self._blocks)
+        for place in (self._path, self._blocks):
+            _put_back(place)
         with tempfile.NamedTemporaryFile(dir=self._path, prefix=PARTIAL) as new:
             before = os.stat(new.name).st_mtime - KEPT_S
         lists, blocks = (
@@ -215,6 +222,25 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
+def _aside(path: Path) -> Path:
+    """Return the name that a file has while it is removed."""
+    return path.with_name(f"{PARTIAL}{path.name}")
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content of a file, also of one that is being removed, or None: a collector may find it young and put it back."""
+    return next((content for name in (path, _aside(path), path) if (content := read_bytes(name)) is not None), None)
+
+
+def _put_back(place: Path) -> None:
+    """Give the files their names again that a collector which was killed has left aside: some may have been put once more."""
+    for name in children(place):
+        if found := _ASIDE.fullmatch(name):
+            with suppress(FileNotFoundError, FileExistsError):  # one that was put since is the same
+                os.link(place / name, place / found[1])
+            (place / name).unlink(missing_ok=True)
+
+
 def _is_old(path: Path, before: float) -> bool:
     with suppress(FileNotFoundError), path.open("rb") as file:  # a network filesystem asks its server only then
         return os.fstat(file.fileno()).st_mtime < before
@@ -223,7 +249,7 @@ def _is_old(path: Path, before: float) -> bool:
 
 def _removed(path: Path, before: float) -> bool:
     """Remove a file, unless it is put once more meanwhile: who does so finds it before it has another name, or writes it again."""
-    aside = path.with_name(f"{PARTIAL}{path.name}") if not path.name.startswith(PARTIAL) else path
+    aside = _aside(path) if not path.name.startswith(PARTIAL) else path
     with suppress(FileNotFoundError):
         path.rename(aside)
         if _is_old(aside, before):

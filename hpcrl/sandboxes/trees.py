@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NamedTuple, cast
 
@@ -42,12 +42,13 @@ class TreeBounds(NamedTuple):
         return self.size + _HEADERS * (self.entries + 1)
 
 
-def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = False) -> None:
+def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = False, only: Sequence[str] = ()) -> None:
     """Write a directory as a tar archive, whose bytes depend on its content alone. Sockets, devices and other filesystems below are left out.
 
     Args:
         root: descriptor of the directory.
         upper: whether it is the upper directory of an overlay, whose whiteouts are kept.
+        only: absolute paths whose files, or whose directories with all below, are written; empty: all.
 
     Raises:
         DataError: it is larger than the bounds, or nested too deeply.
@@ -60,7 +61,8 @@ def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = F
         encoding="utf-8",
         errors="surrogateescape",
     ) as tar:
-        _Writer(tar, os.fstat(root).st_dev, bounds, upper).write(root, "", 0)
+        chosen = [tuple(_parts(path.lstrip("/"))) for path in only]
+        _Writer(tar, os.fstat(root).st_dev, bounds, upper, chosen).write(root, "", 0)
 
 
 class _Bounded:
@@ -77,29 +79,52 @@ class _Bounded:
 
 
 class _Writer:
-    def __init__(self, tar: tarfile.TarFile, device: int, bounds: TreeBounds, upper: bool) -> None:
-        self._tar, self._device, self._bounds, self._upper = tar, device, bounds, upper
+    def __init__(
+        self, tar: tarfile.TarFile, device: int, bounds: TreeBounds, upper: bool, only: Sequence[tuple[str, ...]]
+    ) -> None:
+        self._tar, self._device, self._bounds, self._upper, self._only = tar, device, bounds, upper, only
         self._first, self._size, self._entries = dict[tuple[int, int], str](), 0, 0
 
-    def write(self, folder: int, prefix: str, depth: int) -> None:
+    def write(self, folder: int, prefix: str, depth: int, *, whole: bool = False, alone: bool = False) -> None:
+        """Write what is in a directory.
+
+        Args:
+            whole: all that is in it, whatever is chosen.
+            alone: nothing that the lower directory has in it is seen; a chosen directory keeps that.
+        """
         if depth > _MOST_DEEP:
             raise DataError(f"directories are nested more than {_MOST_DEEP} deep")
         for name in sorted(os.listdir(folder)):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             info = tarfile.TarInfo(prefix + name)
             info.mode = status.st_mode & 0o1777
+            chosen = whole or self._is_chosen(info.name)
+            if not chosen and not (stat.S_ISDIR(status.st_mode) and self._leads(info.name)):
+                continue
             if self._describe(info, status, name, folder):
+                hides = alone or _OPAQUE_HEADER in info.pax_headers
+                if not whole and info.isdir():
+                    info.pax_headers = {_OPAQUE_HEADER: "y"} if chosen and hides else {}
                 self._count(info)
                 try:
                     self._add(info, name, folder)
                     _forget_members(self._tar)
                     if info.isdir() and status.st_dev == self._device:
                         with _opened(name, folder) as inner:
-                            self.write(inner, f"{info.name}/", depth + 1)
+                            self.write(inner, f"{info.name}/", depth + 1, whole=chosen, alone=hides and not chosen)
                 except PermissionError as error:
                     raise DataError(
                         f"{info.name} may not be read by this user; who owns all files can add them"
                     ) from error
+
+    def _is_chosen(self, path: str) -> bool:
+        parts = tuple(path.split("/"))
+        return not self._only or any(parts[: len(one)] == one for one in self._only)
+
+    def _leads(self, path: str) -> bool:
+        """Return whether something below a directory is chosen."""
+        parts = tuple(path.split("/"))
+        return any(one[: len(parts)] == parts for one in self._only)
 
     def _describe(self, info: tarfile.TarInfo, status: os.stat_result, name: str, folder: int) -> bool:
         """Set type and size of an entry; return whether it is kept."""

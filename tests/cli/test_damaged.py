@@ -14,7 +14,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import begin, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
-from hpcrl.rundir.records import with_checksum
+from hpcrl.rundir.records import append_text, with_checksum
 from hpcrl.rundir.starts import note
 from hpcrl.runtime.process_status import StatusWriter
 from tests.paths import QUICKSTART
@@ -26,6 +26,31 @@ FILES = [
     "checkpoints/starts.jsonl", "checkpoints/s000001/COMMIT", "control/stop.json", "outcomes/notes.txt", "outcomes/notes.json", "metrics/notes.jsonl", "endpoints/notes.json",
     "batches/s000001.json", "uploads/s3.json", "allocations/local-1.json",
 ]  # fmt: skip
+SAMPLE = {
+    "prompt": [{"role": "user", "content": "x"}],
+    "data_source": "d",
+    "response": "y",
+    "score": 1.0,
+    "stop_reason": "stop",
+    "env_metrics": {},
+    "group_id": "g",
+    "sample": 0,
+    "parts": [{"by": "prompt", "text": "x", "tokens": 1}, {"by": "policy", "text": "y", "tokens": 2}],
+}
+ODD_SAMPLES = [
+    json.dumps(SAMPLE | odd)
+    for odd in (
+        {"prompt": [1]},
+        {"prompt": [{"role": "user"}]},
+        {"response": 7},
+        {"response": [1]},
+        {"score": True},
+        {"env_metrics": {"a": "x"}},
+        {"parts": [1]},
+        {"parts": [{"by": "policy", "text": "y", "tokens": "2"}]},
+        {"sample": float("inf")},
+    )
+]
 OF_ONE_RUN = {
     "rm": [],
     "status": (), "follow": (), "logs": (), "stacks": (), "cancel": (), "requeue": (), "resume": ("trainer.seed=1",), "samples": (), "tensorboard": ("--rebuild",),
@@ -108,6 +133,30 @@ def test_no_command_ends_with_a_traceback(
         if command == "resume" and name in ("submission.json", "outcomes/1.json", "attempts.jsonl", "config.toml"):
             assert code != 0
             assert str(root / "p" / "bad" / name) in text
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "commands"),
+    [
+        ("committed.json", ['{"step": "1"}', "[1]"], ["verify bad"]),
+        ("trackers/console.json", ["[1]", '{"name": 1}', DEEP], ["sync bad --to console"]),
+        ("evaluation.json", ["[1]", "{", DEEP, '{"root": 1}'], ["rescore bad"]),
+        ("evals/v000001/0.jsonl", ODD_SAMPLES, ["rescore bad", "compare bad bad", "samples bad --eval"]),
+    ],
+)
+def test_what_few_commands_read(
+    root: Path, name: str, contents: list[str], commands: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(root / "p" / "bad")
+    append_text(run.eval_dump(1, 0), json.dumps(SAMPLE) + "\n")
+    append_text(run.eval_dump(1, 0).with_name("copy.jsonl"), json.dumps(SAMPLE) + "\n")
+    assert said(capsys, "samples", "bad", "--eval", "--root", str(root))[0] == 0, "another file beside them is no dump"
+    for content in contents:
+        damage(run, name, content)
+        for command in commands:
+            code, text = said(capsys, *command.split(), "--root", str(root))
+            assert str(run.path / name) in text, (content[:50], text)
+            assert code, content[:50]
 
 
 def test_all_commands_that_name_a_run_are_tried() -> None:

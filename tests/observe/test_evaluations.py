@@ -32,7 +32,7 @@ def asked(word: str) -> list[dict[str, str]]:
 def line(row: int, sample: int, word: str, response: Any, score: Any, **others: Any) -> str:
     parts = [
         {"by": "prompt", "text": word, "tokens": 5},
-        {"by": "policy", "text": response, "tokens": len(response) + 1},
+        {"by": "policy", "text": str(response), "tokens": len(response) + 1},
     ]
     value = {
         "prompt": asked(word), "data_source": "letters", "response": response, "score": score, "stop_reason": "stop",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -100,6 +101,12 @@ COMMANDS = [
     ("sandbox exec", 125, "", "sandbox: BadRequest: command"),
     ("HPCRL_SANDBOX=${HPCRL_SANDBOX%@*}1@${HPCRL_SANDBOX#*@} sandbox exec true", 125, "", "sandbox: no sandbox of this node has this key"),
     ("HPCRL_SANDBOX=http://key@127.0.0.1:9/ sandbox exec true", 125, "", "sandbox: it is gone: "),
+    ("(sandbox exec cat /dev/zero; echo $? >&2) | head -c 1 | od -An -tx1", 0, " 00\n", "141\n"),
+    ("(sandbox read /bin/bash; echo $? >&2) | head -c 1 | wc -c", 0, "1\n", "141\n"),
+    ("sandbox exec sh -c : >&-", 0, "", ""),
+    ("sandbox exec tar --version >&-", 125, "", "sandbox: the output cannot be written: Bad file descriptor\n"),
+    ("sandbox exec tar --version > /dev/full", 125, "", "sandbox: the output cannot be written: No space left on device\n"),
+    ("sandbox exec -i cat <&-", 0, "", ""),
     ("HPCRL_SANDBOX= sandbox exec true", 125, "", "sandbox: HPCRL_SANDBOX names none"),
 ]  # fmt: skip
 
@@ -130,6 +137,29 @@ def test_output_comes_while_a_command_runs_and_ends_with_its_reader(sandboxes: S
         assert time.monotonic() < deadline
         time.sleep(0.05)
     one.end()
+
+
+def test_a_command_on_a_node_that_falls_silent_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with its sample, or never where that has no limit."""
+    monkeypatch.setattr(sandbox_command, "_SILENT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for begun in (b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{}\n\r\n"):
+            answering = threading.Thread(target=answer, args=(silent, begun))
+            answering.start()
+            monkeypatch.setenv(sandbox_command.VARIABLE, f"http://key@127.0.0.1:{silent.getsockname()[1]}/")
+            assert sandbox_command.main(["exec", "true"]) == 125
+            answering.join()
+            assert "nothing was heard of its node for 0.2 s" in capsys.readouterr().err
+
+
+def answer(listener: socket.socket, begun: bytes) -> None:
+    """Begin an answer, and wait until the client is gone."""
+    with listener.accept()[0] as connection:
+        connection.sendall(begun)
+        while connection.recv(1 << 16):
+            pass
 
 
 def test_a_lost_sandbox_is_no_reward(play: Callable[..., Turn]) -> None:

@@ -174,6 +174,29 @@ def test_tests_decide_in_a_fresh_sandbox(make: Make) -> None:
     assert (turn.reward, turn.done, turn.metrics["submitted"], turn.metrics["solved"]) == (1.0, True, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(("keep", "reward"), [(None, 1.0), (["/repo"], 0.0)])
+def test_programs_that_the_policy_has_replaced(make: Make, keep: list[str] | None, reward: float) -> None:
+    """Without `keep` they serve the tests, and all pass."""
+    one = make({**ROW, "tests": {**ROW["tests"], "keep": keep}})
+    own = "import os; os.chmod('/own', 0o755); os.replace('/own', '/bin/python3')"
+    shell(one, f"echo '#!/bin/sh' > /own; python3 -c \"{own}\"")
+    assert one.step(call("submit")).reward == reward
+
+
+def test_what_is_kept_is_what_the_policy_has_made_of_it(make: Make) -> None:
+    row = {
+        **ROW,
+        "files": {**ROW["files"], "/etc/task": "given\n"},
+        "tests": {**ROW["tests"], "keep": ["/repo/", "/answer"]},
+    }
+    row["tests"]["command"] += " && test given = $(cat /etc/task) && test mine = $(cat /answer) && cat /etc/release"
+    one = make(row)
+    shell(one, f"cat > {FILE} <<'E'\n{next(iter(ROW['solution']['files'].values()))}E")
+    shell(one, "echo mine > /answer; echo other > /etc/task; rm /etc/release; exec rm /bin/sh")
+    turn = one.step(call("submit"))
+    assert (turn.reward, turn.done) == (1.0, True)
+
+
 @pytest.mark.parametrize(
     ("tests", "reward", "metrics"),
     [
@@ -280,6 +303,9 @@ def test_a_lost_sandbox_begins_again_where_nothing_is_lost(make: Make) -> None:
         ("tests", {"command": "true", "seconds": 60, "files": {"/a": {"base64": "?"}}}, "'/a'"),
         ("tests", {"command": "true", "seconds": 60, "environment": {"A=B": "x"}}, "names of variables"),
         ("tests", {"command": "true", "seconds": 60, "fail_to_pass": "a"}, "a list of names"),
+        ("tests", {"command": "true", "seconds": 60, "keep": "/a"}, "a list of names"),
+        ("tests", {"command": "true", "seconds": 60, "keep": ["a"]}, "absolute paths without .., found 'a'"),
+        ("tests", {"command": "true", "seconds": 60, "keep": ["/a/../b"]}, "absolute paths without .."),
         ("files", {"/a": "x" * (9 << 20)}, "put them into the image"),
         ("directory", 3, "a text, or nothing"),
     ],

@@ -17,6 +17,8 @@ import pytest
 
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes import sandbox as module
+from hpcrl.sandboxes import snapshots
+from hpcrl.sandboxes.archives import PARTIAL
 from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import KEPT_S, SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
@@ -156,6 +158,42 @@ def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
             pass
 
 
+def test_a_snapshot_of_some_paths(start: Start, user: Path) -> None:
+    """What is elsewhere is as in the image, the directories above them included; what is in them is as it was."""
+    store, one = SnapshotStore(user / "some"), start()
+    shell(
+        one,
+        "rm -r /etc && mkdir -m 700 /etc /etc/new && echo a > /etc/new/a && echo b > /etc/b; python3 -c 'import os; os.chmod(\"/tmp\", 0o1777)'; cd /tmp; mkdir -m 711 kept other;"
+        "echo l > other/linked; ln other/linked kept/link; echo x > beside; rm /bin/cat; ln -s /bin /deep; mkdir -p /a/b/c /a/x",
+    )
+    with store.opened(store.put(one, ["/etc/new", "/tmp/kept/", "/a/b/c", "/bin/cat", "/none"])) as part:
+        other = start(snapshot=part)
+    code = """
+import os
+print(sorted(os.listdir('/etc')), sorted(os.listdir('/etc/new')), sorted(os.listdir('/tmp')), open('/tmp/kept/link').read())
+print(*(oct(os.stat(one).st_mode)[-4:] for one in ('/etc/new', '/tmp', '/tmp/kept')), sorted(os.listdir('/a')), os.listdir('/a/b'))
+print(os.path.exists('/bin/cat'), os.path.exists('/bin/ls'), os.path.exists('/deep'), open('/etc/release').read())
+"""
+    assert other.run(["python3", "-I", "-S", "-c", code], PATIENCE_S).stdout.decode().split() == (
+        [
+            "['new',",
+            "'release']",
+            "['a']",
+            "['kept']",
+            "l",
+            "0700",
+            "1777",
+            "0711",
+            "['b']",
+            "['c']",
+            "False",
+            "True",
+            "False",
+            "tiny",
+        ]
+    )
+
+
 def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None:
     store, one, folder = SnapshotStore(user / "changes"), start(), user / "changes"
 
@@ -187,6 +225,40 @@ def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None
     assert store.collect(lambda: [second]) == 0
     store.collect(lambda: [])
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_a_collector_that_is_killed_takes_nothing_along(
+    start: Start, user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between its two names of a block that a snapshot had just named once more, which was lost half an hour later."""
+    store, one, place = SnapshotStore(user / "killed"), start(), user / "killed"
+    one.write("/file", b"content")
+    digest = store.put(one)
+    files = [place / f"{digest}.blocks", *(place / "blocks").iterdir()]
+    assert len(files) == 2
+    for path in files:
+        child = os.fork()
+        if child == 0:
+            monkeypatch.setattr(snapshots, "_is_old", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            snapshots._removed(path, 0.0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert not path.exists()
+    with store.opened(digest) as snapshot:
+        other = start(snapshot=snapshot)
+    assert other.read("/file") == b"content"
+    old = time.time() - 2 * KEPT_S
+    (left,) = (path for path in place.iterdir() if path.is_file())
+    os.utime(left, (old, old))
+    store.hold(digest)
+    assert store.collect(list) == 0
+    assert all(path.exists() for path in files)
+    for path in files:
+        path.with_name(f"{PARTIAL}{path.name}").write_bytes(b"of a snapshot that was put since")
+        os.utime(path, (old, old))
+    assert store.collect(lambda: [digest]) == 0
+    assert store.collect(list) == 2
+    assert [path for path in place.rglob("*") if path.is_file()] == []
 
 
 def test_what_a_list_of_blocks_names_is_in_the_directory(user: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import signal
 import subprocess
 import sys
@@ -127,6 +128,21 @@ LACKING = [
     ("/read", {"path": "/nothing"}, "No such file"),
     ("/end", {"more": 1}, "expected an object with no fields"),
 ]
+
+
+def test_a_command_that_writes_nothing_is_heard_of(
+    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcrl.sandboxes.server.BEAT_S", 0.05)
+    with serving() as node:
+        one = node.start()
+        with one.stream("until test -e /heard; do sleep 0.05; done; echo ends") as stream:
+            lines = stream.iter_lines()
+            assert next(lines) == "{}"
+            one.ask("/write", path="/heard", content="")
+            *_, written, last = (line for line in lines if line != "{}")
+        assert json.loads(written).keys() == {"stdout"}
+        assert json.loads(last) == {"code": 0, "ended": ""}
 
 
 def test_requests_that_lack_something(serving: Callable[..., Any]) -> None:

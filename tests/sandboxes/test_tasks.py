@@ -123,6 +123,13 @@ def test_a_folder_of_harbor(tmp_path: Path) -> None:
     )
     assert task.prompt == [{"role": "user", "content": "Write yes into /answer."}]
     assert task_of(json.loads(json.dumps(task.row()))) == task
+    assert task.tests.keep == (), "the container of the agent is that of the verifier, as a rule"
+    config = 'artifacts = ["/app/out", {source = "/b", destination = "c"}]\n[verifier]\nenvironment_mode = "separate"\n'
+    separate = read_folder(harbor(tmp_path / "else" / "apart", GOOD, config=config), NO_IMAGES)
+    assert separate.tests is not None
+    assert separate.tests.keep == ("/logs/artifacts", "/app/out", "/b")
+    with pytest.raises(DataError, match="expected paths as `artifacts`"):
+        read_folder(harbor(tmp_path / "else" / "apart", GOOD, config=config.replace('"/b"', "7")), NO_IMAGES)
     chosen = ImageNames([("other", "a"), ("some/*", "b"), ("*", "c")])
     assert read_folder(folder, chosen).image == "b"
     assert [one.name for one in task_folders(tmp_path)] == ["yes"]
@@ -187,6 +194,8 @@ def test_commands_of_rows_of_swe_bench() -> None:
     assert last(Repositories("/x", "all")) == "all"
     task = read_swe_row(swe(test_cmd="a", base_commit="0" * 40), NO_IMAGES, REPOSITORIES)
     assert (task.setup, task.directory) == (f"git reset --quiet --hard {'0' * 40}", "/testbed")
+    assert task.tests is not None
+    assert task.tests.keep == ("/testbed",)
 
 
 CASES = """

@@ -248,8 +248,6 @@ def sandboxes(config: ConfigTree) -> Iterator[Problem]:
     first = f"{path}.{'nodes' if asked.nodes else 'per_rollout_node'}"
     if not config.has_engines:
         yield Problem(first, "has no effect where nothing is generated; leave it out")
-    elif config.slurm.evaluation.when != "never":
-        yield Problem(first, 'does not go together with slurm.evaluation.when, whose job has none; set that to "never"')
     elif asked.per_rollout_node and config.generator.inference_engine.remote_urls:
         yield Problem(
             f"{path}.per_rollout_node",

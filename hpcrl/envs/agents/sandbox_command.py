@@ -5,7 +5,9 @@
     sandbox write PATH      writes standard input into a file
 
 HPCRL_SANDBOX is http://KEY@HOST:PORT/DIRECTORY: the server of the sandbox, its key, and where commands begin, if not in the directory of the
-image. It exits with 124 where the command was ended, and with 125 where the sandbox is gone, or refuses what is asked.
+image. It exits with 124 where the command was ended, and with 125 where the sandbox is gone, or refuses what is asked. The server sends
+something at least every BEAT_S seconds, so that a node which is silent for longer counts as gone. Where the reader of its output is gone, it
+ends by SIGPIPE, and the command in the sandbox with it.
 
 It imports nothing but the standard library and is started without site: an agent starts it for each command, also in a container.
 """
@@ -14,19 +16,25 @@ from __future__ import annotations
 
 import argparse
 import base64
+import errno
 import http.client
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, TextIO
 from urllib.parse import SplitResult, unquote, urlsplit
 
 VARIABLE = "HPCRL_SANDBOX"
 ENDED, REFUSED = 124, 125
 _LONGEST_S = 24 * 3600.0
 _BUSY, _WAIT_S = 429, 0.2
+_CONNECT_S, _SILENT_S = 20.0, 150.0  # a server gives up a transfer after 120
+
+BEAT_S = 10.0
+"""Between two lines of a server whose command writes nothing."""
 
 
 class Refusal(Exception):
@@ -39,8 +47,10 @@ def main(words: list[str]) -> int:
         return asked.action(asked)
     except Refusal as refusal:
         print(f"sandbox: {refusal}", file=sys.stderr)
+    except TimeoutError:
+        print(f"sandbox: it is gone: nothing was heard of its node for {_SILENT_S:g} s", file=sys.stderr)
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-        print(f"sandbox: it is gone: {error!r}", file=sys.stderr)
+        print(f"sandbox: it is gone: its server has ended, or ends its answer too early ({error!r})", file=sys.stderr)
     return REFUSED
 
 
@@ -66,17 +76,16 @@ def _execute(asked: argparse.Namespace) -> int:
     body = {
         "command": command,
         "seconds": asked.seconds,
-        "input": base64.b64encode(sys.stdin.buffer.read() if asked.interactive else b"").decode(),
+        "input": base64.b64encode(_given() if asked.interactive else b"").decode(),
         "environment": dict(one.partition("=")[::2] for one in asked.env),
         "directory": asked.workdir or unquote(_address().path),
     }
-    streams: dict[str, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+    streams: dict[str, TextIO | None] = {"stdout": sys.stdout, "stderr": sys.stderr}
     last: dict[str, Any] = {}
     for line in _lines("/exec", body):
         last = json.loads(line)
         for name in streams.keys() & last.keys():
-            streams[name].write(base64.b64decode(last[name]))
-            streams[name].flush()
+            _put(streams[name], base64.b64decode(last[name]))
     if "error" in last:
         raise Refusal(str(last["error"]))
     if last["code"] is None:
@@ -86,14 +95,33 @@ def _execute(asked: argparse.Namespace) -> int:
 
 
 def _read(asked: argparse.Namespace) -> int:
-    sys.stdout.buffer.write(base64.b64decode(_object("/read", {"path": asked.path})["content"]))
+    _put(sys.stdout, base64.b64decode(_object("/read", {"path": asked.path})["content"]))
     return 0
 
 
 def _write(asked: argparse.Namespace) -> int:
-    content = base64.b64encode(sys.stdin.buffer.read()).decode()
+    content = base64.b64encode(_given()).decode()
     _object("/write", {"path": asked.path, "content": content})
     return 0
+
+
+def _given() -> bytes:
+    return sys.stdin.buffer.read() if sys.stdin else b""  # None: it is closed
+
+
+def _put(stream: TextIO | None, content: bytes) -> None:
+    """Write to an own stream. Raises Refusal where that cannot be done."""
+    try:
+        if stream is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        left = memoryview(content)
+        while left:
+            left = left[os.write(stream.fileno(), left) :]
+    except BrokenPipeError:  # its reader, such as head, has seen enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+    except OSError as error:
+        raise Refusal(f"the output cannot be written: {error.strerror}") from error
 
 
 def _object(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +133,9 @@ def _lines(path: str, body: dict[str, Any]) -> Iterator[bytes]:
     address = _address()
     headers = {"authorization": f"Bearer {address.username}"}
     while True:
-        connection = http.client.HTTPConnection(address.hostname or "", address.port)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, _CONNECT_S)
+        connection.connect()
+        connection.sock.settimeout(_SILENT_S)
         connection.request("POST", path, json.dumps(body).encode(), headers)
         answer = connection.getresponse()
         if answer.status == 200:

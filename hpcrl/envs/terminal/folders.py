@@ -23,6 +23,7 @@ import yaml
 from hpcrl.envs.terminal.task import MOST_BYTES, MOST_FILES, TaskScript, TaskTests, TerminalTask, task_of
 from hpcrl.errors import DataError
 
+_ARTIFACTS = "/logs/artifacts"
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 _LARGEST_TEXT = 1 << 20
 _HARBOR_SECONDS = 600.0
@@ -98,7 +99,14 @@ def _harbor(folder: Path, images: ImageNames) -> TerminalTask:
             name=folder.name,
             prompt=_text(folder / "instruction.md").strip(),
             image=images.of(folder.name, docker_image),
-            tests=TaskTests("bash /tests/test.sh", tests, seconds, _table(path, verifier, "env"), scoring="file")
+            tests=TaskTests(
+                "bash /tests/test.sh",
+                tests,
+                seconds,
+                _table(path, verifier, "env"),
+                scoring="file",
+                keep=_artifacts(path, config) if verifier.get("environment_mode") == "separate" else (),
+            )
             if "/tests/test.sh" in tests
             else None,
             solution=TaskScript("bash /solution/solve.sh", solution, patience, environment)
@@ -106,6 +114,16 @@ def _harbor(folder: Path, images: ImageNames) -> TerminalTask:
             else None,
         ),
     )
+
+
+def _artifacts(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths that a verifier gets which runs in a container of its own: https://harborframework.com/docs/datasets/artifact-collection."""
+    listed = config.get("artifacts", [])
+    found = [one.get("source") if isinstance(one, dict) else one for one in listed] if isinstance(listed, list) else []
+    sources = [source for source in found if isinstance(source, str)]
+    if not isinstance(listed, list) or len(sources) < len(found):
+        raise DataError(f"{path}: expected paths as `artifacts`, found {listed!r:.80}")
+    return (_ARTIFACTS, *sources)
 
 
 def _terminal_bench(folder: Path, images: ImageNames) -> TerminalTask:

@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from hpcrl.envs.base import Turn
@@ -114,12 +115,15 @@ def solve(sandbox: SandboxClient, task: TerminalTask, solution: TaskScript) -> R
 def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: str, network: bool) -> TaskVerdict:
     """Run the tests of a task in a fresh sandbox.
 
+    With `tests.keep`, programs outside of these paths are those of the image.
+
     Args:
         snapshot: what the policy has changed. None of its processes is there, and neither are files of its own where the tests belong.
     """
 
     def act(sandbox: SandboxClient) -> TaskVerdict:
         try:
+            _write(sandbox, {path: content for path, content in task.files.items() if not _is_kept(path, tests)})
             _clean(sandbox)
             ran = _run(sandbox, task, tests)
         except SandboxError as error:  # what the policy has changed leaves no room
@@ -134,7 +138,23 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
         reward, metrics = _of_files(sandbox)
         return TaskVerdict(reward, metrics, output)
 
-    return with_sandbox(lambda: start_again(sandboxes, task, network, snapshot), act)
+    def start() -> SandboxClient:
+        sandbox = start_again(sandboxes, task, network, snapshot)
+        if not tests.keep:
+            return sandbox
+        try:
+            kept = sandbox.snapshot(tests.keep)
+        finally:
+            sandbox.end()
+        return start_again(sandboxes, task, network, kept)
+
+    return with_sandbox(start, act)
+
+
+def _is_kept(path: str, tests: TaskTests) -> bool:
+    """Return whether a file is as the policy has left it."""
+    parts = PurePosixPath(path)
+    return not tests.keep or any(parts.is_relative_to(kept) for kept in tests.keep)
 
 
 def ending(ran: RunResult) -> str:

@@ -46,7 +46,8 @@ def is_of_swe(row: Any) -> bool:
 def read_swe_row(row: Mapping[str, Any], images: ImageNames, repositories: Repositories) -> TerminalTask:
     """Return the task of a row.
 
-    Its repository begins at `base_commit`, where it has one. Its tests begin with `test_patch`, on files as they are at that commit.
+    Its repository begins at `base_commit`, where it has one. Its tests begin with `test_patch`, on files as they are at that commit, and see
+    what was changed in the repository alone.
 
     Raises:
         DataError: it lacks a column, or one is not as expected.
@@ -58,18 +59,22 @@ def read_swe_row(row: Mapping[str, Any], images: ImageNames, repositories: Repos
         solution = TaskScript(f"git apply {_SOLUTION}", {_SOLUTION: patch.encode()}) if patch else None
         if commit and not _COMMIT.fullmatch(commit):
             raise DataError(f"expected a commit as `base_commit`, found {commit!r:.80}")
+        directory = _text(row, "workdir") or repositories.directory
         return task_of(
             TerminalTask(
                 name=name,
                 prompt=row["problem_statement"],
                 image=images.of(name, docker_image),
-                directory=_text(row, "workdir") or repositories.directory,
+                directory=directory,
                 setup=f"git reset --quiet --hard {commit}" if commit else None,
                 tests=TaskTests(
                     _tests(row, repositories, commit, tested),
                     {_TESTS: tested.encode()} if tested else {},
                     _SECONDS,
                     scoring="cases",
+                    keep=(
+                        directory,
+                    ),  # as SWE-bench's own harness, which applies a patch of the repository to a fresh container
                     fail_to_pass=_names(row, _FAIL_TO_PASS),
                     pass_to_pass=_names(row, "PASS_TO_PASS"),
                 ),

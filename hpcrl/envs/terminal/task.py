@@ -52,10 +52,13 @@ class TaskTests(TaskScript):
     Attributes:
         scoring: where the reward is. exit_code: 1 for exit code 0, else 0. file: in /logs/verifier/reward.txt or reward.json.
             cases: 1 where all named cases pass in the output, or all that are found where none is named, else 0.
+        keep: absolute paths of which the tests see what the policy has changed at and below them; all else is as in the image. Empty: they
+            see all that it has changed.
         fail_to_pass, pass_to_pass: names of cases that a solution has to make pass, and to keep passing.
     """
 
     scoring: Scoring = "exit_code"
+    keep: tuple[str, ...] = ()
     fail_to_pass: tuple[str, ...] = ()
     pass_to_pass: tuple[str, ...] = ()
 
@@ -147,8 +150,8 @@ def _of_script(script: TaskScript) -> dict[str, Any]:
 
 
 def _of_tests(tests: TaskTests) -> dict[str, Any]:
-    cases = {"fail_to_pass": list(tests.fail_to_pass), "pass_to_pass": list(tests.pass_to_pass)}
-    return {**_of_script(tests), "scoring": tests.scoring, **{name: value for name, value in cases.items() if value}}
+    lists = {name: list(getattr(tests, name)) for name in ("keep", "fail_to_pass", "pass_to_pass")}
+    return {**_of_script(tests), "scoring": tests.scoring, **{name: value for name, value in lists.items() if value}}
 
 
 def _written(files: Files) -> dict[str, Any]:
@@ -167,7 +170,10 @@ def _tests(value: Any) -> TaskTests:
     if scoring not in get_args(Scoring):
         raise lacking(_ENVIRONMENT, "tests.scoring", f"one of {', '.join(get_args(Scoring))}", scoring)
     fail_to_pass, pass_to_pass = (_names(f"tests.{name}", value.get(name)) for name in ("fail_to_pass", "pass_to_pass"))
-    return TaskTests(**found, scoring=scoring, fail_to_pass=fail_to_pass, pass_to_pass=pass_to_pass)
+    keep = _names("tests.keep", value.get("keep"))
+    if wrong := [path for path in keep if not is_absolute(path) or ".." in path.split("/")]:
+        raise lacking(_ENVIRONMENT, "tests.keep", "absolute paths without ..", wrong[0])
+    return TaskTests(**found, scoring=scoring, keep=keep, fail_to_pass=fail_to_pass, pass_to_pass=pass_to_pass)
 
 
 def _script(column: str, value: Any) -> dict[str, Any]:

@@ -170,9 +170,13 @@ class SandboxClient:
         """Raise SandboxLost where it is gone."""
         self._ask("/renew", {})
 
-    def snapshot(self) -> str:
-        """Keep what its programs have changed, and return the digest with which another sandbox of the image can begin."""
-        return self._object("/snapshot", {}, "snapshot")
+    def snapshot(self, only: Sequence[str] = ()) -> str:
+        """Keep what its programs have changed, and return the digest with which another sandbox of the image can begin.
+
+        Args:
+            only: absolute paths; what is at and below them is kept; empty: all.
+        """
+        return self._object("/snapshot", {"only": list(only)}, "snapshot")
 
     def end(self) -> None:
         """End the sandbox; one that is lost has ended."""

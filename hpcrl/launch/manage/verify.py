@@ -18,7 +18,7 @@ from hpcrl.data.weight_files import check_export, check_weights
 from hpcrl.errors import CommitError, ConfigError, DataError, RunError
 from hpcrl.launch.inputs import changed_inputs
 from hpcrl.rundir.checked_lines import damaged, read_lines
-from hpcrl.rundir.checkpoints import require_checkpoints, samples_removed, verify_checkpoint
+from hpcrl.rundir.checkpoints import noted_commit, require_checkpoints, samples_removed, verify_checkpoint
 from hpcrl.rundir.checksums import changed_files
 from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
@@ -69,6 +69,7 @@ def _ledger(run: Run) -> Iterator[str]:
     ]
     for attempt in ended:
         damaged += _findings(lambda attempt=attempt: outcome_of(run, attempt))
+    damaged += _findings(lambda: noted_commit(run))
     yield from damaged
     if damaged:  # what is missing then may be in what cannot be read
         return

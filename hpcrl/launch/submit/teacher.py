@@ -17,13 +17,24 @@ from hpcrl.data.tokenize import Recipe, shared_facts
 from hpcrl.errors import DataError
 from hpcrl.launch.submit.engine import different_token
 from hpcrl.launch.submit.models import folder_of
-from hpcrl.rundir.commit import digest_of, is_committed, read_json
+from hpcrl.rundir.commit import digest_of, is_committed
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import damaged, read_object
 
 FACTS = "score.json"
 _SETTING = "trainer.distillation.precomputed_logprobs"
 _REMEDY = "write it again with `hpcrl score`, or leave it out"
 _END = 1 << 20
+_KINDS = {
+    "teacher": str,
+    "weights": str | None,
+    "model_config_kwargs": dict,
+    "rotary positions": list,
+    "temperature": int | float,
+    "number types": list,
+    "top_k": int,
+    "datasets": list,
+}
 _DECIDES = ("model_config_kwargs", "rotary positions", "temperature", "number types")
 
 
@@ -101,7 +112,7 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
     if written is None:
         return
     place, names = Run(Path(written)), [f"train-{at}" for at in range(len(config.data.train_data))]
-    written_facts = read_json(place.path / FACTS)
+    written_facts = _written(place.path / FACTS)
     if written_facts is None or len(written_facts["datasets"]) != len(names):
         expected = f"of {len(names)} dataset(s), as data.train_data has"
         found = "there is none" if written_facts is None else f"it has {len(written_facts['datasets'])}"
@@ -114,6 +125,18 @@ def check_precomputed(config: Config) -> Iterator[Problem]:
     except (DataError, ModuleNotFoundError):  # which the look at the datasets themselves tells
         return
     yield from (Problem(_SETTING, f"{written} {what}; {_REMEDY}") for what in _differences(written_facts, wanted))
+
+
+def _written(path: Path) -> dict[str, Any] | None:
+    """Return what `hpcrl score` has written of the teacher and the rows, or None. Raises RunError where the file is damaged."""
+    facts = read_object(path, _REMEDY)
+    if facts is not None:
+        for name, kind in _KINDS.items():
+            if not isinstance(facts.get(name), kind):
+                raise damaged(path, f"{name!r} is {facts.get(name)!r:.80}", _REMEDY)
+        if not all(isinstance(one, dict) for one in facts["datasets"]):
+            raise damaged(path, f"'datasets' is {facts['datasets']!r:.80}", _REMEDY)
+    return facts
 
 
 def _differences(written_facts: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

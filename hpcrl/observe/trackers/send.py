@@ -24,12 +24,14 @@ from hpcrl.errors import HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsReader, last_reports
 from hpcrl.observe.trackers.base import TrackedRun, Tracker
 from hpcrl.observe.trackers.packages import TRACKERS
-from hpcrl.rundir.commit import make_directory, read_json, write_json
+from hpcrl.rundir.commit import make_directory, write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import as_record, read_object
 from hpcrl.runtime.followers import more
 
 _KEY_LETTERS = string.ascii_lowercase + string.digits
 _SWEEP = "."
+_REMEDY = "send all of it as a run of its own with `hpcrl sync --anew`"
 
 
 @dataclass
@@ -57,8 +59,9 @@ class MetricSender:
     def __init__(self, run: Run, name: str, anew: bool = False) -> None:
         self._path = run.tracker(name)
         make_directory(self._path.parent)
-        kept = None if anew else read_json(self._path)
-        self._sent, self._reader = Sent(**kept) if kept else Sent(run.name), MetricsReader(run)
+        kept = None if anew else read_object(self._path, _REMEDY)
+        self._sent = Sent(run.name) if kept is None else as_record(Sent, kept, self._path, _REMEDY)
+        self._reader = MetricsReader(run)
         if anew:
             self._sent.name = f"{run.name}-{self._sent.key[:6]}"
         self._tracker = _opened(

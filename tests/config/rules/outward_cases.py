@@ -159,12 +159,6 @@ OF_UPLOADS = [
         {**SFT, "slurm.sandboxes.nodes": 1}, "slurm.sandboxes.nodes", "has no effect where nothing is generated", SFT,
     ),
     Case(
-        "sandboxes beside an evaluation job",
-        {**JOB, "slurm.sandboxes.per_rollout_node": 4},
-        "slurm.sandboxes.per_rollout_node", "does not go together with slurm.evaluation.when",
-        {"slurm.sandboxes.per_rollout_node": 4},
-    ),
-    Case(
         "sandboxes on rollout nodes where engines are elsewhere",
         {"generator.inference_engine.remote_urls": ["http://a:8000"], "slurm.sandboxes.per_rollout_node": 4},
         "slurm.sandboxes.per_rollout_node", "has no rollout nodes",
@@ -173,7 +167,7 @@ OF_UPLOADS = [
     Case(
         "an environment in sandboxes without any",
         {"environment.env_class": "sandbox"}, "slurm.sandboxes.nodes", "expected at least 1, or slurm.sandboxes.per_rollout_node",
-        {"environment.env_class": "sandbox", "slurm.sandboxes.per_rollout_node": 4},
+        {**JOB, "environment.env_class": "sandbox", "slurm.sandboxes.per_rollout_node": 4},
     ),
     Case(
         "sbatch options of the sandboxes' job",

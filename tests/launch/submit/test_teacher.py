@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.errors import RunError
 from hpcrl.launch.submit.teacher import FACTS, check_precomputed, facts_of
 from hpcrl.rundir.commit import committed_directory, write_json
 from hpcrl.rundir.layout import Run
@@ -136,3 +137,13 @@ def test_rows_without_a_teacher_have_nothing_to_write(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert 'trainer.distillation.enable: expected true, with trainer.mode="sft"' in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "{}", '{"datasets": [1]}'])
+def test_a_damaged_record_is_named(written: Path, tmp_path: Path, content: str) -> None:
+    damaged = shutil.copytree(written, tmp_path / "damaged")
+    if content.startswith('{"'):
+        content = json.dumps(facts_of(configured()) | json.loads(content))
+    (damaged / FACTS).write_text(content)
+    with pytest.raises(RunError, match=rf"{damaged / FACTS} is damaged: .*write it again with `hpcrl score`"):
+        problems(damaged)
