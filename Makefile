@@ -30,8 +30,9 @@ demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
 # Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process. They read what another has compiled.
+# Directories of tests are in memory, where that can be: they commit much, and a disk takes its time.
 test: $(VENV)/installed slurm egl
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 3 --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= tests/in_memory $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
 	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe tests/upload tests/sandboxes

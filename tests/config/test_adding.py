@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -102,12 +103,25 @@ def succeeds(checkout: Path, *words: str) -> str:
     return done.stdout
 
 
-def refused(checkout: Path, *settings: str) -> list[str]:
-    """Return the problems of a configuration with some settings."""
+CODE = """
+import json, sys
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError
+
+for settings in json.loads(sys.argv[1]):
+    try:
+        Config.from_cli_overrides(settings)
+        print("[]")
+    except ConfigError as error:
+        print(json.dumps([line.partition("override: ")[2] for line in str(error).splitlines() if "override: " in line]))
+"""
+
+
+def refused(checkout: Path, *configurations: list[str]) -> list[list[str]]:
+    """Return the problems of each of some configurations."""
     required = ['data.train_data=["t"]', "trainer.policy.model.path=m", "trainer.eval_interval=0"]
-    code = "import sys; from hpcrl.config import Config; Config.from_cli_overrides(sys.argv[1:])"
-    lines = python(checkout, "-c", code, *required, *settings).stderr.splitlines()
-    return [line.partition("override: ")[2] for line in lines if "override: " in line]
+    given = [required + settings for settings in configurations]
+    return [json.loads(line) for line in succeeds(checkout, "-c", CODE, json.dumps(given)).splitlines()]
 
 
 def replace(path: Path, old: str, new: str) -> None:
@@ -151,12 +165,18 @@ def test_a_loss_with_a_number_is_two_files_and_a_setting_its_line_its_consumer_a
     assert "margin: what is added to each token's loss." in explained
     assert "a number, at least 0 and at most 1" in explained
     loss, slack = "trainer.algorithm.policy_loss_type=margin", "trainer.algorithm.margin.slack"
-    assert refused(checkout, loss, f"{slack}=0.25") == []
-    assert refused(checkout, loss, f"{slack}=2", "trainer.profiler.enable=true", "trainer.nap_seconds=-1") == [
+    of_good, of_ranges, of_idle = refused(
+        checkout,
+        [loss, f"{slack}=0.25"],
+        [loss, f"{slack}=2", "trainer.profiler.enable=true", "trainer.nap_seconds=-1"],
+        [f"{slack}=0.25", "trainer.nap_seconds=1"],
+    )
+    assert of_good == []
+    assert of_ranges == [
         f"{slack}: expected at least 0 and at most 1, found 2.0",
         "trainer.nap_seconds: expected at least 0, found -1.0",
     ]
-    of_number, of_nap = refused(checkout, f"{slack}=0.25", "trainer.nap_seconds=1")
+    of_number, of_nap = of_idle
     assert "has no effect without trainer.algorithm.policy_loss_type=margin" in of_number
     assert "has no effect without trainer.profiler.enable" in of_nap
     of_algorithms = ["tests/algorithms/test_margin.py", "tests/algorithms/test_losses.py"]

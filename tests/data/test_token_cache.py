@@ -50,6 +50,13 @@ def source(tmp_path: Path) -> str:
     return write(tmp_path / "rows.jsonl", ROWS)
 
 
+@pytest.fixture(scope="module")
+def uncached(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """What a run makes of the same rows without a cache."""
+    place = tmp_path_factory.mktemp("uncached")
+    return contents(made(place, "alone", write(place / "rows.jsonl", ROWS), cached=False))
+
+
 def test_another_run_has_the_same_files_under_names_of_its_own(
     tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,15 +164,14 @@ def spoil(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*FILES, RECORD])
 @pytest.mark.parametrize("damage", [spoil, Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)])
-def test_a_damaged_entry_is_made_anew(name: str, damage, tmp_path: Path, source: str) -> None:
-    good = contents(made(tmp_path, "alone", source, cached=False))
+def test_a_damaged_entry_is_made_anew(name: str, damage, tmp_path: Path, source: str, uncached: list[bytes]) -> None:
     made(tmp_path, "first", source)
     (entry,) = entries(tmp_path)
     damage(entry / name)
-    assert contents(made(tmp_path, "second", source)) == good
+    assert contents(made(tmp_path, "second", source)) == uncached
     inode = (entry / FILES[0]).stat().st_ino
     third = made(tmp_path, "third", source)
-    assert contents(third) == good
+    assert contents(third) == uncached
     assert (third.path / FILES[0]).stat().st_ino == inode, "the entry is whole again"
 
 

@@ -7,7 +7,11 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
 
 from tests.jobs.small_run import HPCRL
 from tests.paths import ROOT
@@ -21,18 +25,25 @@ def doctor(cluster: DevCluster, root: Path, *arguments: str) -> tuple[int, dict[
     return done.returncode, {one["subject"]: one for one in json.loads(done.stdout)}, done.stderr
 
 
-def test_doctor_of_a_healthy_cluster(cluster: DevCluster, tmp_path: Path) -> None:
-    roots = [f"slurm.{name}={tmp_path}/{name}" for name in ("checkpoint_root", "export_root")]
-    code, found, said = doctor(cluster, tmp_path, *roots)
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A directory that is not in memory, as a test's own may be, of which the command warns."""
+    with TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def test_doctor_of_a_healthy_cluster(cluster: DevCluster, disk: Path) -> None:
+    roots = [f"slurm.{name}={disk}/{name}" for name in ("checkpoint_root", "export_root")]
+    code, found, said = doctor(cluster, disk, *roots)
     assert code == 0, (found, said)
     assert found["slurm.export_root"]["level"] == "ok"
     assert "GraceTime=20 s" in found["preemption"]["found"]
     assert "accounting storage is disabled" in found["sacct"]["found"]
     assert "seen on n" in found["shared filesystem"]["found"]
     assert found["environment"]["level"] == found["clock"]["level"] == "ok"
-    assert list(tmp_path.iterdir()) == []
+    assert list(disk.iterdir()) == []
     assert cluster.ask(["squeue", "-h"]) == ""
-    text = cluster.run([HPCRL, "doctor", "--root", str(tmp_path), "--partition", "nograce"]).stdout
+    text = cluster.run([HPCRL, "doctor", "--root", str(disk), "--partition", "nograce"]).stdout
     assert "5 s to save" in text
     assert text.startswith("ok       slurm.root")
 

@@ -26,6 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.api import Api
 from hpcrl.controller.schedule import Schedule
@@ -50,6 +51,7 @@ from tests.trainer.scenarios import laid_over
 STEPS = 4
 JOB = ROOT / "jobs" / "train.py"
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+Replay = Callable[..., tuple[int, str, str]]
 SCHEDULE = Schedule(
     batch_size=4, n_samples=3, staleness=0, total_steps=STEPS, seed=1, eval_interval=-1, eval_before_train=False, eval_n_samples=1,
     order_seed=1, groups_at_once=None, eval_prompts_at_once=1,
@@ -341,16 +343,26 @@ def test_histograms_are_of_all_ranks(run: Run) -> None:
         assert least * 0.9 <= mean <= most * 1.1
 
 
-def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path: Path) -> None:
+@pytest.fixture
+def replay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Replay:
+    """Replay steps: the command in this process, which starts the trainer in another, and its code and texts."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main(["replay", *words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path: Path, replay: Replay) -> None:
     """From checkpoint 2 over step 3, whose end moves the reference; one rank, as the run had in the end. Twice, and with a dump."""
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     output = tmp_path / "replayed"
-    words = ["replay", str(run.path), "--step", str(STEPS), "--times", "2", "--output", str(output), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.cli.main", *words], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    code, out, err = replay(str(run.path), "--step", str(STEPS), "--times", "2", "--output", str(output), "--json")
+    assert code == 0, err
+    found = json.loads(out)
     assert [(one["time"], one["step"]) for one in found] == [(1, 3), (1, 4), (2, 3), (2, 4)]
     recorded = merged(run)
     for one in found:
@@ -363,28 +375,11 @@ def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path
         torch.testing.assert_close(theirs["ref_logprobs"], own["ref_logprobs"], atol=1e-6, rtol=0)
 
 
-def test_all_steps_that_are_left_have_the_same_bits_again(run: Run, tmp_path: Path) -> None:
+def test_all_steps_that_are_left_have_the_same_bits_again(run: Run, tmp_path: Path, replay: Replay) -> None:
     """Those of the second attempt, from the checkpoint of the first one: metrics of each step, and the weights that are kept."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "hpcrl.cli.main",
-            "replay",
-            str(run.path),
-            "--all",
-            "--ranks",
-            "1",
-            "-o",
-            str(tmp_path / "again"),
-        ],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4 from s000002 over step 3, 1 rank\n  the same bits: 2 steps, and weights of " in done.stdout
+    code, out, err = replay(str(run.path), "--all", "--ranks", "1", "-o", str(tmp_path / "again"))
+    assert code == 0, out + err
+    assert "step 4 from s000002 over step 3, 1 rank\n  the same bits: 2 steps, and weights of " in out
     plan, last = asdict(plan_all(run)), (read_json(tmp_path / "again" / "results.json") or [])[-1]
     assert differences(plan, last) == []
     norm = last["metrics"]["policy/grad_norm"]
@@ -399,25 +394,20 @@ def test_all_steps_that_are_left_have_the_same_bits_again(run: Run, tmp_path: Pa
         ("9", r"has not trained step 9; steps 1 to 4 have been"),
     ],
 )
-def test_what_cannot_be_replayed(run: Run, step: str, message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.cli.main", "replay", str(run.path), "--step", step], env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 5
-    assert re.search(message, done.stderr), done.stderr
+def test_what_cannot_be_replayed(run: Run, step: str, message: str, replay: Replay) -> None:
+    code, _, err = replay(str(run.path), "--step", step)
+    assert code == 5
+    assert re.search(message, err), err
 
 
-def test_a_strangers_checkpoint_is_not_replayed(run: Run, tmp_path: Path) -> None:
+def test_a_strangers_checkpoint_is_not_replayed(run: Run, tmp_path: Path, replay: Replay) -> None:
     shutil.copytree(run.path, tmp_path / "theirs", symlinks=True)
     theirs = Run(tmp_path / "theirs")
     marker = make_hostile(theirs.checkpoint(2), "reference")
-    words = ["replay", str(theirs.path), "--step", str(STEPS), "--output", str(tmp_path / "replayed")]
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.cli.main", *words], env=environment(), capture_output=True, text=True, timeout=120
-    )
+    code, _, err = replay(str(theirs.path), "--step", str(STEPS), "--output", str(tmp_path / "replayed"))
     assert not marker.exists()
-    assert done.returncode == CommitError.exit_code
-    assert re.search(f"{theirs.checkpoint(2)}/reference/{REFUSED}", done.stderr), done.stderr
+    assert code == CommitError.exit_code
+    assert re.search(f"{theirs.checkpoint(2)}/reference/{REFUSED}", err), err
 
 
 def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Path) -> None:

@@ -91,6 +91,7 @@ class Looks:
         self._read = dict.fromkeys(runs, now)
         self._views = {run: RunView(run) for run in runs}
         self._failure: HpcrlError | None = None
+        self._over = threading.Event()
         self._reader = self._begin(self._look)
         self._begin(self._ask)
 
@@ -98,7 +99,7 @@ class Looks:
         def again() -> None:
             while not self.over():
                 work()
-                time.sleep(LOOK_S)
+                self.wait()
 
         thread = threading.Thread(target=again, daemon=True)
         thread.start()
@@ -106,8 +107,11 @@ class Looks:
 
     def over(self) -> bool:
         """Return whether all runs are over, or cannot be asked for."""
-        states = self._states.values()
-        return self._failure is not None or (bool(states) and all(state.over for state in states))
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Wait until the next look, or until all runs are over."""
+        self._over.wait(LOOK_S)
 
     def views(self) -> list[RunView]:
         """Return the present views, in the order of the runs."""
@@ -136,8 +140,11 @@ class Looks:
             self._poller.over()
             self._states = dict(zip(self._runs, self._poller.states(), strict=True))
             self._asked = time.monotonic()
+            if all(state.over for state in self._states.values()):
+                self._over.set()
         except HpcrlError as error:
             self._failure = error
+            self._over.set()
         except OSError:  # the age of what is known tells it
             return
 
@@ -158,7 +165,7 @@ def _draw(looks: Looks, console: Console) -> None:
                 views, room = looks.views(), (size.width, size.height - 1)
                 lines = one_run(views[0], *room) if len(views) == 1 else several_runs(views, *room)
                 live.update(Group(*lines), refresh=True)
-                time.sleep(LOOK_S)
+                looks.wait()
         if console.size != size:  # lines of another width are not where they were drawn any more
             console.clear()
 
@@ -167,7 +174,7 @@ def _print(looks: Looks, console: Console) -> None:
     printed: dict[tuple[Run, str], str] = {}
     while not looks.over():
         _print_changes(looks.views(), printed, console)
-        time.sleep(LOOK_S)
+        looks.wait()
     _print_changes(looks.last(), printed, console)
 
 

@@ -85,6 +85,18 @@ def test_lines_in_a_pipe(going_on: Run, job: subprocess.Popen[bytes]) -> None:
     ]
 
 
+def test_a_run_that_is_over_is_shown_at_once(
+    going_on: Run, job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report_outcome(going_on, 1, "done", "finished", "agent-0")
+    end(job)
+    monkeypatch.setattr("hpcrl.launch.manage.follow.LOOK_S", 60.0)
+    output, began = io.StringIO(), time.monotonic()
+    follow([going_on], Console(file=output, width=60))
+    assert time.monotonic() - began < 30
+    assert "│ outcome │ done: finished" in output.getvalue()
+
+
 def test_lines_of_a_sweep_name_their_runs(going_on: Run, job: subprocess.Popen[bytes]) -> None:
     other = Run(going_on.path.with_name("other"))
     write_text(other.config, CONFIG)
