@@ -135,6 +135,7 @@ def test_the_page_shows_names_as_text(run: Run) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "matrix product in bf16" in page
+    assert '<th scope="row"><span class="good">ok</span></th>' in page, "its letters would stand one below the other"
 
 
 def test_compare_ends_with_1_where_a_figure_is_worse(
