@@ -1,14 +1,10 @@
-"""How many tokens a second one vLLM server gives its client, and what its API server and its engine take of a core meanwhile.
+"""What n-gram drafts gain on vLLM: tokens per second, and per second of the processor, of one server with them and one without, in turns.
 
-    python benchmarks/engine_tokens.py MODEL [--prompts 32] [--samples 32] [--tokens 512] [--logprobs 0 20] [--tiny]
-    python benchmarks/engine_tokens.py MODEL --drafts 4 --prompts 8 --tokens 96 [--rounds 3]
+    python benchmarks/engine_tokens.py MODEL [--drafts 4] [--prompts 8] [--tokens 96] [--rounds 3]
 
-MODEL is a folder with the random Qwen3 of benchmarks/random_qwen3.py, which gets the quickstart's tokenizer. Prompts are asked for together, as a rollout
-worker asks; a first round, which is not measured, warms up. Prints one line of JSON.
-
-With --drafts, MODEL is a released model with its chat template, such as configs/recipes/smollm2/model. Two servers in float32, of which one has so many n-gram
+MODEL is a released model with its chat template, such as configs/recipes/smollm2/model. Two servers in float32, of which one has so many n-gram
 drafts per pass, take rounds in turns: greedy answers that repeat a text of the prompt. Medians are printed, what was accepted, and the largest difference
-between the log-probabilities of the same tokens.
+between the log-probabilities of the same tokens. A first round, which is not measured, warms up. `hpcrl bench` measures an engine by itself.
 """
 
 from __future__ import annotations
@@ -33,10 +29,8 @@ from hpcrl.config.sections.generator import SpeculativeConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.engines.vllm.processes import group_of
 from hpcrl.engines.vllm.server import Server, ServerOptions
-from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Drafts, Engine, Generation
 
-_TOKENIZER = Path(__file__).parents[1] / "configs" / "quickstart" / "model"
 _RUN, _TOKEN = "measured", "a-token-of-the-benchmark"
 _START_S = 600.0
 _WORDS = 50
@@ -45,38 +39,14 @@ _OF_TWO = 0.4
 """Share of a GPU's memory for each of two servers."""
 
 
-def processor_seconds(leader: int) -> dict[str, float]:
-    """Return the processor time of each process of a group, by its name."""
-    found: dict[str, float] = {}
+def processor_seconds(leader: int) -> float:
+    """Return the processor time of all processes of a group."""
+    found = 0.0
     for pid in group_of(leader):
         stat = Path(f"/proc/{pid}/stat").read_text()
-        name, fields = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()
-        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        found[name] = found.get(name, 0.0) + seconds
+        fields = stat[stat.rindex(")") + 2 :].split()
+        found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
-
-
-async def measure(server: Server, given: argparse.Namespace) -> list[dict[str, Any]]:
-    engine, rows = server.connect(), list[dict[str, Any]]()
-    sampling = {"temperature": 1.0, "max_tokens": given.tokens, "ignore_eos": True}
-    try:
-        for number, logprobs in enumerate([given.logprobs[0], *given.logprobs]):
-            before, began = processor_seconds(server.pid), time.monotonic()
-            own = {**sampling, "logprobs": logprobs}
-            requests = (
-                engine.generate([5 + prompt, 7, 9, 11], given.samples, 1000 * prompt, own)
-                for prompt in range(given.prompts)
-            )
-            await asyncio.gather(*requests)
-            seconds = time.monotonic() - began
-            after = processor_seconds(server.pid)
-            cores = {name: round((after[name] - before.get(name, 0.0)) / seconds, 2) for name in after}
-            rate = round(given.prompts * given.samples * given.tokens / seconds)
-            if number:
-                rows.append({"logprobs": logprobs, "tokens/s": rate, "seconds": round(seconds, 2), "cores": cores})
-    finally:
-        await engine.close()
-    return rows
 
 
 def random_text(draw: random.Random) -> str:
@@ -95,11 +65,11 @@ def repeating(model: Path, count: int) -> list[list[int]]:
 async def answer(engine: Engine, pid: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """Return the answers to prompts that are asked together, tokens per second, and per second of the processor."""
     sampling = {"temperature": 0.0, "max_tokens": tokens}
-    before, began = sum(processor_seconds(pid).values()), time.monotonic()
+    before, began = processor_seconds(pid), time.monotonic()
     found = await asyncio.gather(*(engine.generate(prompt, 1, 1, sampling) for prompt in prompts))
     seconds, answers = time.monotonic() - began, [one for (one,) in found]
     made = sum(len(one.token_ids) for one in answers)
-    own = sum(processor_seconds(pid).values()) - before
+    own = processor_seconds(pid) - before
     return {"answers": answers, "tokens/s": made / seconds, "tokens/cpu s": made / own}
 
 
@@ -158,16 +128,6 @@ def serve(model: Path, section: InferenceEngineConfig, length: int, name: str, s
     return server
 
 
-def with_tokenizer(model: Path, stack: ExitStack) -> Path:
-    """Return the folder of a random model with the quickstart's tokenizer."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to((model / name).resolve())
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((_TOKENIZER / name).read_bytes())
-    return folder
-
-
 def with_drafts(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Start both servers, and return their figures."""
     prompts = repeating(given.model, given.prompts)
@@ -186,34 +146,13 @@ def with_drafts(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=lambda text: Path(text).resolve(), help="its folder")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--logprobs", type=int, nargs="+", default=[0, 20])
-    parser.add_argument(
-        "--drafts", type=int, default=0, help="draft tokens per pass, against none; answers repeat a text"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of each server with --drafts, after one that warms up")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--drafts", type=int, default=4, help="draft tokens per pass")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3, help="of each server, after one that warms up")
     given = parser.parse_args()
-    if given.tiny:
-        given.prompts, given.samples, given.tokens = 2, 4, 16
-        given.logprobs = [0]  # with more the engine core of vLLM 0.31's CPU build ends without a word
-        given.model = _TOKENIZER  # vLLM's CPU build has no heads as small as those of the random model
-    section = InferenceEngineConfig(
-        model_dtype="bfloat16", max_num_seqs=64 if given.tiny else 1024, max_num_batched_tokens=8192
-    )
     with ExitStack() as stack:
-        if given.drafts:
-            print(json.dumps(with_drafts(given, stack)))
-            return
-        began = time.monotonic()
-        server = serve(with_tokenizer(given.model, stack), section, 256 if given.tiny else 1024, "engine", stack)
-        started = round(time.monotonic() - began, 1)
-        try:
-            print(json.dumps({"start": started, "rows": asyncio.run(measure(server, given))}))
-        except EngineError as error:
-            raise server.failure("failed") from error
+        print(json.dumps(with_drafts(given, stack)))
 
 
 if __name__ == "__main__":

@@ -29,15 +29,10 @@ from safetensors import safe_open
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
-from hpcrl.config.load import nested
+from hpcrl.config import AlgorithmConfig, TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.data.weights.stream import PART, RECEIVER, SENDER, Pair, receive_files, send_files, sizes_of
 from hpcrl.errors import DeviceError
-from hpcrl.launch.submit.models import folder_of
-from hpcrl.planning.estimate import estimate
-from hpcrl.planning.shapes import model_shapes
-from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
@@ -49,7 +44,6 @@ from hpcrl.trainer.models.packed.kernels import AttentionKind, last_tokens
 from hpcrl.trainer.models.packed.tree import PrefixTree
 from hpcrl.trainer.packing import shared_prefixes
 from hpcrl.trainer.profiling.by_length import random_micro_batch
-from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 
 _TIMES = 5
@@ -307,38 +301,6 @@ def checkpoint(machine: Machine) -> Found:
     return found
 
 
-def publish(machine: Machine) -> Found:
-    """Seconds and GiB of publishing weights for engines."""
-    with joined() as world, tempfile.TemporaryDirectory() as place:
-        policy = machine.engine(world)
-        return Publisher(Run(Path(place)), 0, world, torch.bfloat16, 2, longest=64).publish(policy, 1)
-
-
-def memory(machine: Machine) -> Found:
-    """GiB of a step as `hpcrl plan` estimates it, and as torch's allocator saw it."""
-    tokens, sample = (256, 64) if machine.tiny else (16384, 2048)
-    settings = {
-        "data.train_data": ["t"],
-        "data.val_data": ["v"],
-        "slurm.gpus_per_node": 1,
-        "trainer.policy.model.path": str(machine.model),
-        "trainer.algorithm.use_kl_loss": False,
-        "trainer.max_tokens_per_micro_batch": tokens,
-        "trainer.max_prompt_length": sample // 2,
-        "generator.sampling_params.max_generate_length": sample // 2,
-    }
-    config = build(Config, nested(settings))
-    planned = estimate(config, model_shapes(config.trainer, folder_of)).total / 2**30
-    with joined() as world:
-        policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
-        batches = [machine.batch(tokens, sample)] * 2
-        _step(policy, batches, objective)  # after which there are moments
-        if machine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        _step(policy, batches, objective)
-        return {"planned": round(planned, 3), "peak": round(peak_memory(machine.device) / 2**30, 3)}
-
-
 def weights_between(machine: Machine) -> Found:
     """Seconds per GiB of weights from process to process, whether the bytes are the same, and whether a sender outlives its receiver.
 
@@ -406,7 +368,7 @@ def no_gpu(_machine: Machine) -> Found:
 CHECKS: dict[str, Callable[[Machine], Found]] = {
     check.__name__: check
     for check in (
-        versions, attention, kinds, prefixes, attention_speed, head, engine, waits, checkpoint, publish, memory, weights_between, no_gpu,
+        versions, attention, kinds, prefixes, attention_speed, head, engine, waits, checkpoint, weights_between, no_gpu,
     )
 }  # fmt: skip
 

@@ -86,8 +86,7 @@ CHECKS = {
     "vllm, fp8": _run("vllm, fp8", on_gpu_alone=True),
     "vllm, adapters": _run("vllm, adapters"),
     "engines with adapters": _tests(_ADAPTERS),
-    "engine_tokens": Check([str(_BENCHMARKS / "engine_tokens.py")], ("--tiny",), 120, model=True),
-    **{name: _computed(name) for name in ("attention_speed", "head", "engine", "publish", "memory", "no_gpu")},
+    **{name: _computed(name) for name in ("attention_speed", "head", "engine", "no_gpu")},
 }
 
 

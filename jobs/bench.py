@@ -2,7 +2,7 @@
 
 consumes   bench.toml of the folder (hpcrl/launch/bench/folder.py); RANK, WORLD_SIZE and LOCAL_RANK of the environment
 waits for  meeting.json of the first rank; the other ranks
-produces   nodes.json; model/, random weights of the largest shape that fits, where the configuration names it and it is not there
+produces   nodes.json; engine.log; model/, random weights of the largest shape that fits, where the configuration names it and it is not there
 ends       with 0 once all is written
 """
 
@@ -13,6 +13,7 @@ from hpcrl.runtime.signals import die_with_parent, end_process
 if __name__ == "__main__":
     die_with_parent()
 
+import gc
 import os
 import platform
 import shutil
@@ -33,7 +34,9 @@ from hpcrl.launch.bench.folder import Bench, Nodes
 from hpcrl.launch.bench.models import SHAPES, fitting
 from hpcrl.launch.doctor.node import await_file
 from hpcrl.launch.doctor.torch_facts import multiply
+from hpcrl.rollout.engines.by_length import engine_speed_by_length
 from hpcrl.rundir.commit import read_bytes, read_json, write_bytes, write_json, write_text
+from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.profiling.by_length import speed_by_length
 
@@ -46,7 +49,7 @@ _TORN = 1 << 16
 
 def main(folder: str) -> None:
     bench = Bench(Path(folder))
-    config = Config.from_toml([bench.config])
+    config = Config.from_toml([bench.config]).largest()
     _meet(bench, config)
     with joined(on_gpu=config.slurm.gpus > 0) as world:
         bandwidth = check_all_reduce(world)
@@ -56,6 +59,9 @@ def main(folder: str) -> None:
         found = _filesystem(bench, world, _LARGE if config.slurm.gpus else _SMALL)
         world.rank0_broadcast(lambda: _make_model(bench, config, world))
         by_length = speed_by_length(config, world)
+        _free_devices()
+        world.barrier()
+        generated = world.rank0_broadcast(lambda: _generated(bench, config))
         if world.first:
             nodes = Nodes(
                 hosts=hosts,
@@ -66,6 +72,7 @@ def main(folder: str) -> None:
                 wrong=[str(one.get("error", "wrong result")) for one in products if not one["right"]],
                 tokens_per_second={str(length): speed for length, (speed, _) in by_length.items()},
                 mfu={str(length): mfu for length, (_, mfu) in by_length.items() if mfu},
+                generated_per_second=generated,
                 **found,
             )
             write_json(bench.nodes, asdict(nodes))
@@ -212,6 +219,18 @@ def _torn(bench: Bench, world: World, actors: list[int]) -> tuple[int, int]:
             torn += len(last) != _TORN or last.count(last[:1]) != _TORN
     counts = world.all_gather(lambda: [reads, torn])
     return sum(each[0] for each in counts), sum(each[1] for each in counts)
+
+
+def _free_devices() -> None:
+    """Give the memory of the policy back, which the engine needs."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _generated(bench: Bench, config: Config) -> dict[str, float]:
+    found = engine_speed_by_length(config, Run(bench.path), bench.engine_log)
+    return {f"{prompt}_{completion}": speed for (prompt, completion), speed in found.items()}
 
 
 def _make_model(bench: Bench, config: Config, world: World) -> None:

@@ -12,6 +12,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_groups_once, last_trained
 from tests.faults.scenario import BATCH, START_S, Scenario
+from tests.jobs.small_run import curve
 from tests.paths import CONFIGS
 from tests.processes import send
 
@@ -67,6 +68,7 @@ def interrupted(scenario: Scenario, run: Run, *, samples: bool) -> None:
     [
         pytest.param({}, id="one_rank"),
         pytest.param({"trainer.placement.policy_num_nodes": 2}, id="two_ranks", marks=pytest.mark.nodes(3)),
+        pytest.param({"trainer.policy.model.lora.rank": 8}, id="adapters"),
         pytest.param(None, id="rows_two_ranks"),
     ],
 )
@@ -81,6 +83,7 @@ def test_56_the_same_bits_after_twenty_interruptions(scenario: Scenario, setting
     assert len(read_attempts(runs[0])) > INTERRUPTIONS
     if settings is not None:
         assert_groups_once(runs[0], STEPS * BATCH)
+        assert set(curve(runs[0], "policy/logprob_mismatch").values()) == {0.0}, "trainer and engine have other bits"
     one, other = map(certificate_of, runs)
     assert first_difference(one, other) is None, scenario.told(
         "certify", str(runs[0].path), "--against", str(runs[1].path)

@@ -15,14 +15,17 @@ SITE = str(ROOT / "slurm" / "sites" / "devcluster.toml")
 
 
 @pytest.mark.faults_slow
-def test_bench_of_two_nodes(cluster: DevCluster, tmp_path: Path) -> None:
+def test_bench_of_three_nodes_one_with_a_scorer(cluster: DevCluster, tmp_path: Path) -> None:
     words = [
         HPCRL,
         "bench",
         SITE,
         f"slurm.root={tmp_path}/runs",
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.placement.colocate_policy_ref=false",
+        "trainer.placement.policy_num_nodes=1",
         "--nodes",
-        "2",
+        "3",
         "--minutes",
         "60",
         "-o",
@@ -34,11 +37,11 @@ def test_bench_of_two_nodes(cluster: DevCluster, tmp_path: Path) -> None:
     assert file.with_suffix(".html").is_file()
     report = json.loads(file.read_text())
     found = {figure["key"]: figure for figure in report["figures"]}
-    assert len(report["hosts"]) == 2, report["hosts"]
+    assert len(report["hosts"]) == 3, report["hosts"]
     assert {figure["level"] for figure in report["figures"] if figure["part"] == "correct"} == {"ok"}
     for key in ("resumed_difference", "torn", "damaged", "unproven"):
         assert found[key]["value"] == 0, found[key]
-    for role in ("rollout", "trainer", "controller"):
+    for role in ("rollout", "trainer", "scorer", "controller"):
         assert 0 < found[f"{role}_next_step_seconds"]["value"] < 3600
     assert 0 < found["goodput"]["value"] < 1
     assert found["first_step_seconds"]["value"] > 0

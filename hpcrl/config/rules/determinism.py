@@ -22,7 +22,7 @@ def has_bits_of_engine(trainer: TrainerConfig) -> bool:
         and trainer.use_sample_packing
         and not trainer.shared_prefixes
         and policy.sequence_parallel_size == 1
-        and policy.model.lora.rank == 0
+        and (policy.model.lora.rank == 0 or policy.model.lora.has_bits_where_loaded)
         and policy.experts.router_replay == "none"
         and not (policy.compile_model or policy.use_torch_compile)
     )

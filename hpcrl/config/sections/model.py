@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,6 +143,13 @@ class LoraConfig:
     def loadable(self) -> bool:
         """Whether engines can load adapters of this kind."""
         return not (self.modules_to_save or self.target_parameters or self.begins_from_weights)
+
+    @property
+    def has_bits_where_loaded(self) -> bool:
+        """Whether an engine that loads such adapters, whose second matrices are scaled then, can compute the trainer's numbers to the last bit."""
+        others = self.dropout or self.use_rslora or self.alpha_pattern or self.rank_pattern
+        # scaling by a power of two rounds nothing
+        return self.loadable and not others and math.frexp(self.alpha / self.rank)[0] == 0.5
 
 
 @dataclass(frozen=True, kw_only=True)

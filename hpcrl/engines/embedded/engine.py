@@ -26,6 +26,7 @@ from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
 from hpcrl.rollout.engines.weight_check import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.threads import Notices, in_thread
+from hpcrl.trainer.models.packed.blocks import compute_in_blocks
 
 
 class EmbeddedEngine(InProcessEngine):
@@ -113,6 +114,8 @@ class EmbeddedEngine(InProcessEngine):
             loading = time.monotonic()
             replace = replace_adapter if weights.adapter else replace_weights
             replace(self._model, tensors, weights.path)
+            if computes_in_blocks(self._model):
+                compute_in_blocks(self._model)  # the layers of a first adapter too
             loaded = time.monotonic()
             self._compute.version = weights.version
             if woke or not self._keep_cache:

@@ -241,24 +241,20 @@ def _checkpoints(run: Run) -> Figure:
 
 
 def _by_length(nodes: Nodes) -> Iterator[Figure]:
+    remedy = "docs/performance.md has the settings"
     for key, title, unit, values in (
         ("train_tokens_per_second", "tokens trained, each rank", "tokens/s", nodes.tokens_per_second),
         ("mfu", "share of the device's peak in training", "", nodes.mfu),
     ):
         for length, value in values.items():
-            whole = f"{title}, samples of {length} tokens"
-            note = f"{nodes.ranks} ranks, random tokens"
-            yield Figure(
-                "fast",
-                f"{key}_{length}",
-                whole,
-                value,
-                unit,
-                "higher",
-                NODES,
-                "docs/performance.md has the settings",
-                note,
-            )
+            whole, note = f"{title}, samples of {length} tokens", f"{nodes.ranks} ranks, random tokens"
+            yield Figure("fast", f"{key}_{length}", whole, value, unit, "higher", NODES, remedy, note)
+    for lengths, value in nodes.generated_per_second.items():
+        prompt, _, completion = lengths.partition("_")
+        title = f"tokens generated, one replica, prompts of {prompt} tokens, completions of {completion}"
+        note = "random prompts, as many samples at once as in a step, 128 at most"
+        key = f"engine_tokens_per_second_{lengths}"
+        yield Figure("fast", key, title, value, "tokens/s", "higher", NODES, remedy, note)
 
 
 def _of_nodes(nodes: Nodes) -> Iterator[Figure]:

@@ -5,12 +5,12 @@ meeting.json   where the processes of jobs/bench.py meet
 nodes.json     what they measured, as `Nodes`; probe-0/ and the like, files that they measure with
 plan.json      memory of a trainer rank as `hpcrl plan` estimates it
 kills.json     the processes that were killed, as a list of `Kill`
-nodes.log      output of jobs/bench.py
+nodes.log      output of jobs/bench.py; engine.log of the engine that it measures, secrets/token which that one is asked with
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import RunError
@@ -72,6 +72,10 @@ class Bench:
     def log(self) -> Path:
         return self.path / "nodes.log"
 
+    @property
+    def engine_log(self) -> Path:
+        return self.path / "engine.log"
+
     def probe(self, number: int) -> Path:
         return self.path / f"probe-{number}"
 
@@ -95,6 +99,7 @@ class Nodes:
         sync_seconds: median of the slowest node until a small file is on the disk.
         seen_seconds: until another node saw a file, new or replaced, whichever took longer.
         tokens_per_second, mfu: of training, by the tokens of a sample; without MFU where the device's peak is not known.
+        generated_per_second: tokens of one replica, by the tokens of a prompt and a completion, as in "64_1024".
         reads, torn: of a file while it was replaced, and those of them that had parts of two files.
     """
 
@@ -115,6 +120,7 @@ class Nodes:
     torn: int
     tokens_per_second: dict[str, float]
     mfu: dict[str, float]
+    generated_per_second: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -76,14 +76,14 @@ def _row(figure: Mapping[str, Any]) -> str:
     level, usual = figure["level"], figure["usual"]
     source = f"{usual}<br><span class=faint>{_text(figure['usual_source'])}</span>" if usual else ""
     cells = [
-        f'<span class="{_CLASSES[level]}">{level}</span>',
         _text(figure["title"]),
         f"{_text(shown(figure))}<br><span class=faint>{_text(figure['note'])}</span>",
         source,
         _text(figure["source"]),
         _text(figure["remedy"]),
     ]
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    head = f'<th scope="row"><span class="{_CLASSES[level]}">{level}</span></th>'
+    return f"<tr>{head}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _text(value: object) -> str:

@@ -60,5 +60,5 @@ TABLE = (
 
 def usual_of(figure: str, device: str) -> Usual | None:
     """Return the usual values of a figure on a device, by its name; None: there are none yet."""
-    key = re.sub(r"_\d+$", "", figure)  # of a length
+    key = re.sub(r"(_\d+)+$", "", figure)  # of lengths
     return next((one for one in TABLE if one.figure == key and re.search(one.device, device)), None)

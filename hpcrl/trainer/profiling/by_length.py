@@ -73,6 +73,8 @@ def random_micro_batch(lengths: list[int], vocabulary: int, weight: float) -> Mi
         loss_mask=mask,
         weights=mask * weight,
         nll_weights=torch.zeros(total),
+        observation_weights=torch.zeros(total),
         rollout_logprobs=torch.full((total,), -5.0),
+        ref_logprobs=torch.full((total,), -5.0),
         advantages=torch.randn(total),
     )

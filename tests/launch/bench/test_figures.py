@@ -20,6 +20,7 @@ from hpcrl.launch.bench.folder import Bench, Kill, Nodes, Planned
 from hpcrl.launch.bench.models import SHAPES, fitting
 from hpcrl.launch.bench.page import bench_page
 from hpcrl.launch.bench.survive import answer_of, process_of, roles_of, survive
+from hpcrl.launch.bench.usual import usual_of
 from hpcrl.launch.manage.registry import all_runs
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.observe.metrics import MetricsWriter
@@ -31,7 +32,7 @@ from hpcrl.rundir.starts import note
 NODES = Nodes(
     hosts=["n1", "n2"], ranks=16, device="NVIDIA H100 80GB HBM3", bus_bandwidth=80.0, tflops=500.0, wrong=[], written_bytes=2 * 10**9,
     write_seconds=4.0, read_seconds=2.0, operations=1600, operation_seconds=0.5, sync_seconds=0.01, seen_seconds=1.5, reads=9000, torn=0,
-    tokens_per_second={"1024": 20000.0}, mfu={"1024": 0.05},
+    tokens_per_second={"1024": 20000.0}, mfu={"1024": 0.05}, generated_per_second={"64_960": 5000.0},
 )  # fmt: skip
 
 
@@ -85,6 +86,16 @@ def test_steps_after_the_first_ones_and_before_the_first_kill_count(run: Run) ->
     assert found["write_rate"]["value"] == pytest.approx(0.5)
     assert found["mfu_1024"] == found["mfu_1024"] | {"value": 0.05, "level": "look"}
     assert found["operations_rate"]["value"] == pytest.approx(3200)
+    generated = found["engine_tokens_per_second_64_960"]
+    assert (generated["value"], generated["level"], generated["better"]) == (5000.0, "first seen", "higher")
+    assert generated["title"].endswith("prompts of 64 tokens, completions of 960")
+
+
+def test_usual_values_of_a_length_are_those_of_the_figure() -> None:
+    for key in ("mfu", "mfu_1024", "mfu_64_960"):
+        usual = usual_of(key, "NVIDIA H100 80GB HBM3")
+        assert usual is not None
+        assert usual.figure == "mfu"
 
 
 def test_the_folder_of_a_bench_is_no_run(run: Run) -> None:
@@ -124,6 +135,7 @@ def test_the_page_shows_names_as_text(run: Run) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "matrix product in bf16" in page
+    assert '<th scope="row"><span class="good">ok</span></th>' in page, "its letters would stand one below the other"
 
 
 def test_compare_ends_with_1_where_a_figure_is_worse(

@@ -45,6 +45,8 @@ def test_ranks_measure_this_machine(tmp_path: Path) -> None:
     assert nodes.reads > 0
     assert nodes.bus_bandwidth > 0
     assert len(nodes.tokens_per_second) == 3
+    assert list(nodes.generated_per_second) == ["5_5", "5_75", "75_5"]
+    assert all(speed > 0 for speed in nodes.generated_per_second.values())
     assert not list(bench.path.glob("probe-*"))
 
 

@@ -11,11 +11,14 @@ from tests.paths import QUICKSTART
 
 
 def test_each_length_is_trained(alone: World) -> None:
-    config = Config.from_toml([QUICKSTART], ["trainer.algorithm.use_kl_loss=false", "trainer.peak_tflops=1e-3"])
+    config = Config.from_toml([QUICKSTART], ["trainer.peak_tflops=1e-3"])
+    assert config.trainer.algorithm.use_kl_loss
     found = speed_by_length(config, alone)
     longest = 128 * 24  # samples of a micro-batch, and their tokens at most
     assert list(found) == [longest // 16, longest // 4, longest]
     assert all(speed > 0 and mfu > 0 for speed, mfu in found.values())
+    answers = ["generator.max_turns=2", "trainer.algorithm.observation_nll_coef=0.1"]
+    assert len(speed_by_length(Config.from_toml([QUICKSTART], answers), alone)) == 3
     megatron = Config.from_toml([QUICKSTART.with_name("quickstart_megatron.toml")])
     assert speed_by_length(megatron, alone) == {}
 
