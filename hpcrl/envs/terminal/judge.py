@@ -138,14 +138,18 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
         reward, metrics = _of_files(sandbox)
         return TaskVerdict(reward, metrics, output)
 
+    kept = "" if tests.keep else snapshot
+
     def start() -> SandboxClient:
-        sandbox = start_again(sandboxes, task, network, snapshot)
-        if not tests.keep:
-            return sandbox
-        try:
-            kept = sandbox.snapshot(tests.keep)
-        finally:
-            sandbox.end()
+        nonlocal kept
+        if (
+            not kept
+        ):  # else the tests begin again: by now `snapshot`, which no sandbox holds while they run, may be removed
+            sandbox = start_again(sandboxes, task, network, snapshot)
+            try:
+                kept = sandbox.snapshot(tests.keep)
+            finally:
+                sandbox.end()
         return start_again(sandboxes, task, network, kept)
 
     return with_sandbox(start, act)
