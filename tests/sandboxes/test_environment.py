@@ -189,7 +189,7 @@ def test_what_is_kept_is_what_the_policy_has_made_of_it(make: Make) -> None:
     row = {
         **ROW,
         "files": {**ROW["files"], "/etc/task": "given\n"},
-        "tests": {**ROW["tests"], "keep": ["/repo/", "/answer"]},
+        "tests": {**ROW["tests"], "keep": ["//repo/", "/answer"]},
     }
     row["tests"]["command"] += " && test given = $(cat /etc/task) && test mine = $(cat /answer) && cat /etc/release"
     one = make(row)
