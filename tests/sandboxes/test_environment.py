@@ -331,6 +331,7 @@ def test_a_lost_sandbox_begins_again_where_nothing_is_lost(make: Make) -> None:
         ("tests", {"command": "true", "seconds": 60, "keep": "/a"}, "a list of names"),
         ("tests", {"command": "true", "seconds": 60, "keep": ["a"]}, "absolute paths without .., found 'a'"),
         ("tests", {"command": "true", "seconds": 60, "keep": ["/a/../b"]}, "absolute paths without .."),
+        ("tests", {"command": "true", "seconds": 60, "keep": ["/" + "a" * 4000] * 3}, "at most 8192 letters together"),
         ("files", {"/a": "x" * (9 << 20)}, "put them into the image"),
         ("directory", 3, "a text, or nothing"),
     ],
