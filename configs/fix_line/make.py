@@ -70,7 +70,7 @@ def make_row(word: str, number: int, wrong: str) -> dict[str, Any]:
         image=IMAGE,
         directory=DIRECTORY,
         files={f"{DIRECTORY}/{FILE}": f"{LINE.format(operator=wrong, number=number)}\n".encode()},
-        tests=TaskTests(command, seconds=60.0),
+        tests=TaskTests(command, seconds=60.0, keep=(DIRECTORY,)),
     )
     return {"data_source": "fix_line", **task.row()}
 

@@ -152,6 +152,11 @@ def test_a_command_on_a_node_that_falls_silent_ends(
             assert sandbox_command.main(["exec", "true"]) == 125
             answering.join()
             assert "nothing was heard of its node for 0.2 s" in capsys.readouterr().err
+    monkeypatch.setattr(sandbox_command, "_CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        monkeypatch.setenv(sandbox_command.VARIABLE, f"http://key@127.0.0.1:{full.getsockname()[1]}/")
+        assert sandbox_command.main(["exec", "true"]) == 125
+        assert "its node took no connection within 0.1 s" in capsys.readouterr().err
 
 
 def answer(listener: socket.socket, begun: bytes) -> None:

@@ -21,7 +21,9 @@ from hpcrl.envs.examples import rows_of
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.tasks.sandbox import SandboxEnvironment
 from hpcrl.envs.terminal import tools
-from hpcrl.envs.tools.sandboxes import Sandboxes
+from hpcrl.envs.terminal.judge import judge
+from hpcrl.envs.terminal.task import task_of
+from hpcrl.envs.tools.sandboxes import SandboxClient, Sandboxes
 from hpcrl.errors import ConfigError, DataError, SandboxError, ServiceError, UserCodeError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
@@ -187,7 +189,7 @@ def test_what_is_kept_is_what_the_policy_has_made_of_it(make: Make) -> None:
     row = {
         **ROW,
         "files": {**ROW["files"], "/etc/task": "given\n"},
-        "tests": {**ROW["tests"], "keep": ["/repo/", "/answer"]},
+        "tests": {**ROW["tests"], "keep": ["//repo/", "/answer"]},
     }
     row["tests"]["command"] += " && test given = $(cat /etc/task) && test mine = $(cat /answer) && cat /etc/release"
     one = make(row)
@@ -195,6 +197,29 @@ def test_what_is_kept_is_what_the_policy_has_made_of_it(make: Make) -> None:
     shell(one, "echo mine > /answer; echo other > /etc/task; rm /etc/release; exec rm /bin/sh")
     turn = one.step(call("submit"))
     assert (turn.reward, turn.done) == (1.0, True)
+
+
+def test_tests_begin_again_with_what_was_kept(make: Make, sandboxes: Sandboxes) -> None:
+    """They began with all that the policy has changed, which nothing holds meanwhile: after half an hour it was gone."""
+    begun = list[str | None]()
+
+    class Losing(Sandboxes):
+        def start(self, image: str, **how: Any) -> SandboxClient:
+            begun.append(how["snapshot"])
+            sandbox = super().start(image, **how)
+            if len(begun) == 2:
+                sandbox.end()
+            return sandbox
+
+    task = task_of(judged_by("test -e /kept/made -a ! -e /made", keep=["/kept"]))
+    assert task.tests
+    one = make(judged_by("true"))
+    shell(one, "mkdir /kept; echo > /kept/made; echo > /made")
+    changed = one._kept()
+    assert judge(Losing(sandboxes._servers), task, task.tests, changed, network=False).reward == 1.0
+    assert len(begun) == 3
+    assert begun[0] == changed
+    assert begun[1] == begun[2] != changed
 
 
 @pytest.mark.parametrize(
@@ -306,6 +331,7 @@ def test_a_lost_sandbox_begins_again_where_nothing_is_lost(make: Make) -> None:
         ("tests", {"command": "true", "seconds": 60, "keep": "/a"}, "a list of names"),
         ("tests", {"command": "true", "seconds": 60, "keep": ["a"]}, "absolute paths without .., found 'a'"),
         ("tests", {"command": "true", "seconds": 60, "keep": ["/a/../b"]}, "absolute paths without .."),
+        ("tests", {"command": "true", "seconds": 60, "keep": ["/" + "a" * 4000] * 3}, "at most 8192 letters together"),
         ("files", {"/a": "x" * (9 << 20)}, "put them into the image"),
         ("directory", 3, "a text, or nothing"),
     ],

@@ -128,8 +128,10 @@ def test_a_folder_of_harbor(tmp_path: Path) -> None:
     separate = read_folder(harbor(tmp_path / "else" / "apart", GOOD, config=config), NO_IMAGES)
     assert separate.tests is not None
     assert separate.tests.keep == ("/logs/artifacts", "/app/out", "/b")
-    with pytest.raises(DataError, match="expected paths as `artifacts`"):
-        read_folder(harbor(tmp_path / "else" / "apart", GOOD, config=config.replace('"/b"', "7")), NO_IMAGES)
+    for wrong in ("7", '"b"'):
+        other = harbor(tmp_path / "else" / "apart", GOOD, config=config.replace('"/b"', wrong))
+        with pytest.raises(DataError, match="expected absolute paths as `artifacts`"):
+            read_folder(other, NO_IMAGES)
     chosen = ImageNames([("other", "a"), ("some/*", "b"), ("*", "c")])
     assert read_folder(folder, chosen).image == "b"
     assert [one.name for one in task_folders(tmp_path)] == ["yes"]
@@ -172,6 +174,7 @@ def test_a_folder_that_is_laid_out_wrongly(tmp_path: Path, files: dict[str, str 
     [
         ({}, "a__b-1: expected a column `test_cmd`"),
         ({"test_cmd": "x", "base_commit": "; rm -rf /"}, "expected a commit"),
+        ({"test_cmd": "x", "workdir": "testbed"}, "expected an absolute path as `workdir`"),
         ({"test_cmd": "x", "FAIL_TO_PASS": "[1]"}, "a list of names as `FAIL_TO_PASS`"),
         ({"test_cmd": "x", "FAIL_TO_PASS": "["}, "a list of names as `FAIL_TO_PASS`"),
         ({"test_cmd": "x", "patch": 3}, "a text as `patch`"),

@@ -134,7 +134,10 @@ def _lines(path: str, body: dict[str, Any]) -> Iterator[bytes]:
     headers = {"authorization": f"Bearer {address.username}"}
     while True:
         connection = http.client.HTTPConnection(address.hostname or "", address.port, _CONNECT_S)
-        connection.connect()
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise Refusal(f"it is gone: its node took no connection within {_CONNECT_S:g} s") from error
         connection.sock.settimeout(_SILENT_S)
         connection.request("POST", path, json.dumps(body).encode(), headers)
         answer = connection.getresponse()

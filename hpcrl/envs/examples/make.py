@@ -149,7 +149,10 @@ def sandbox(source: random.Random) -> Row:
         directory="/repo",
         files={path: _FUNCTION.format(**names, bug=source.choice(wrong)).encode()},
         tests=TaskTests(
-            "python3 /tests/test.py", {"/tests/test.py": _TESTED.format(name=name, right=right).encode()}, 60.0
+            "python3 /tests/test.py",
+            {"/tests/test.py": _TESTED.format(name=name, right=right).encode()},
+            60.0,
+            keep=("/repo",),
         ),
         solution=TaskScript(f"cat /solution/{name}.py > {path}", {f"/solution/{name}.py": fixed.encode()}, 60.0),
     )

@@ -20,7 +20,7 @@ from typing import Any
 import tomli
 import yaml
 
-from hpcrl.envs.terminal.task import MOST_BYTES, MOST_FILES, TaskScript, TaskTests, TerminalTask, task_of
+from hpcrl.envs.terminal.task import MOST_BYTES, MOST_FILES, TaskScript, TaskTests, TerminalTask, is_absolute, task_of
 from hpcrl.errors import DataError
 
 _ARTIFACTS = "/logs/artifacts"
@@ -120,9 +120,9 @@ def _artifacts(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths that a verifier gets which runs in a container of its own: https://harborframework.com/docs/datasets/artifact-collection."""
     listed = config.get("artifacts", [])
     found = [one.get("source") if isinstance(one, dict) else one for one in listed] if isinstance(listed, list) else []
-    sources = [source for source in found if isinstance(source, str)]
+    sources = [source for source in found if isinstance(source, str) and is_absolute(source)]
     if not isinstance(listed, list) or len(sources) < len(found):
-        raise DataError(f"{path}: expected paths as `artifacts`, found {listed!r:.80}")
+        raise DataError(f"{path}: expected absolute paths as `artifacts`, found {listed!r:.80}")
     return (_ARTIFACTS, *sources)
 
 

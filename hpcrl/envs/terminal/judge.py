@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any, TypeVar
 
 from hpcrl.envs.base import Turn
@@ -138,14 +139,18 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
         reward, metrics = _of_files(sandbox)
         return TaskVerdict(reward, metrics, output)
 
+    kept = "" if tests.keep else snapshot
+
     def start() -> SandboxClient:
-        sandbox = start_again(sandboxes, task, network, snapshot)
-        if not tests.keep:
-            return sandbox
-        try:
-            kept = sandbox.snapshot(tests.keep)
-        finally:
-            sandbox.end()
+        nonlocal kept
+        if (
+            not kept
+        ):  # else the tests begin again: by now `snapshot`, which no sandbox holds while they run, may be removed
+            sandbox = start_again(sandboxes, task, network, snapshot)
+            try:
+                kept = sandbox.snapshot(tests.keep)
+            finally:
+                sandbox.end()
         return start_again(sandboxes, task, network, kept)
 
     return with_sandbox(start, act)
@@ -153,8 +158,13 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
 
 def _is_kept(path: str, tests: TaskTests) -> bool:
     """Return whether a file is as the policy has left it."""
-    parts = PurePosixPath(path)
-    return not tests.keep or any(parts.is_relative_to(kept) for kept in tests.keep)
+    place = _plain_path(path)
+    return not tests.keep or any(place.is_relative_to(_plain_path(kept)) for kept in tests.keep)
+
+
+def _plain_path(path: str) -> PurePosixPath:
+    """Return an absolute path as the sandbox resolves it: two slashes at the beginning are one, and .. is the directory above."""
+    return PurePosixPath(normpath(f"/{path.lstrip('/')}"))
 
 
 def ending(ran: RunResult) -> str:

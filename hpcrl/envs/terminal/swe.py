@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.envs.terminal.folders import ImageNames
-from hpcrl.envs.terminal.task import TaskScript, TaskTests, TerminalTask, task_of
+from hpcrl.envs.terminal.task import TaskScript, TaskTests, TerminalTask, is_absolute, task_of
 from hpcrl.errors import DataError
 
 _IMAGES = "docker_image", "image_name", "image"
@@ -60,6 +60,8 @@ def read_swe_row(row: Mapping[str, Any], images: ImageNames, repositories: Repos
         if commit and not _COMMIT.fullmatch(commit):
             raise DataError(f"expected a commit as `base_commit`, found {commit!r:.80}")
         directory = _text(row, "workdir") or repositories.directory
+        if not is_absolute(directory):
+            raise DataError(f"expected an absolute path as `workdir`, or else of --directory, found {directory!r:.80}")
         return task_of(
             TerminalTask(
                 name=name,

@@ -20,6 +20,7 @@ MOST_BYTES, MOST_FILES = 8 << 20, 1000
 SECONDS, MOST_SECONDS = 240.0, 24 * 3600.0
 """Of tests whose row gives no time limit, less than environment.timeout_seconds; of those that do, at most."""
 
+_LONGEST_KEEP = 8192  # all are in one message to the sandbox
 _ENVIRONMENT = "sandbox"
 _COLUMNS = {"image", "directory", "files", "setup", "tests", "solution"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -173,6 +174,8 @@ def _tests(value: Any) -> TaskTests:
     keep = _names("tests.keep", value.get("keep"))
     if wrong := [path for path in keep if not is_absolute(path) or ".." in path.split("/")]:
         raise lacking(_ENVIRONMENT, "tests.keep", "absolute paths without ..", wrong[0])
+    if sum(map(len, keep)) > _LONGEST_KEEP:
+        raise lacking(_ENVIRONMENT, "tests.keep", f"paths of at most {_LONGEST_KEEP} letters together", keep)
     return TaskTests(**found, scoring=scoring, keep=keep, fail_to_pass=fail_to_pass, pass_to_pass=pass_to_pass)
 
 
