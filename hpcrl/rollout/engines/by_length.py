@@ -13,6 +13,7 @@ from hpcrl.config.family import family_of
 from hpcrl.data.tokenizer import read_tokenizer
 from hpcrl.rollout.engines.base import Engine, Launched, engine_sampling
 from hpcrl.rollout.engines.launch import launched
+from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.token import make_secret
@@ -32,7 +33,7 @@ def engine_speed_by_length(config: Config, folder: Run, log: Path) -> dict[tuple
         log: of the engine.
 
     Raises:
-        EngineError: it does not start, or fails.
+        EngineError: it does not start, fails or hangs, with the end of its log.
     """
     engine = config.generator.inference_engine
     if not family_of(config).writes_texts or config.engine_nodes > 1 or engine.remote_urls:
@@ -50,21 +51,25 @@ async def _measure(config: Config, replica: Launched) -> dict[tuple[int, int], f
     length = min(config.max_model_len, _LONGEST)
     short = max(1, length // _PARTS)
     shapes = [(short, short), (short, length - short), (length - short, short)]
-    engine, found = replica.connect(), dict[tuple[int, int], float]()
-    try:
+    engine, limits = replica.connect(), config.generator.inference_engine
+
+    async def all_shapes() -> dict[tuple[int, int], float]:
         await _speed(config, engine, vocabulary, *shapes[0])  # warms up
-        for prompt, completion in shapes:
-            found[prompt, completion] = await _speed(config, engine, vocabulary, prompt, completion)
+        return {shape: await _speed(config, engine, vocabulary, *shape) for shape in shapes}
+
+    try:
+        return await run_watched(
+            replica, engine, [all_shapes()], limits.stall_timeout_seconds, limits.start_timeout_seconds
+        )
     finally:
         await engine.close()
-    return found
 
 
 async def _speed(config: Config, engine: Engine, vocabulary: int, prompt: int, completion: int) -> float:
     """Return tokens generated per second."""
-    samples = config.generator.n_samples_per_prompt
+    samples = min(config.generator.n_samples_per_prompt, _SAMPLES)
     groups = -(-config.trainer.train_batch_size // config.generator.inference_engine.engines)
-    groups = min(groups, max(1, _SAMPLES // samples))
+    groups = min(groups, _SAMPLES // samples)
     own: dict[str, Any] = {"max_tokens": completion, "ignore_eos": True, "stop": [], "stop_token_ids": []}
     sampling = engine_sampling(config.generator.sampling_params, "train", vocabulary) | own
     prompts = [random.choices(range(vocabulary), k=prompt) for _ in range(groups)]

@@ -6,26 +6,28 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcrl.config import Config
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.server import Server
 from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.by_length import _measure
 from hpcrl.rollout.engines.watchdog import watch_progress
+from tests.paths import QUICKSTART
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import LONG_PROMPT, PROMPT, as_version, children_of
-
-pytestmark = pytest.mark.usefixtures("often")
 
 LONG: dict[str, Any] = {"temperature": 1.0, "max_tokens": 150, "ignore_eos": True}
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is asked ten times as often."""
     monkeypatch.setattr("hpcrl.rollout.engines.watchdog._POLL_S", 0.1)
 
@@ -51,6 +53,18 @@ def test_an_engine_that_hangs_is_found(with_engine: WithEngine[Any], server: Ser
         assert len(await running) == 2
 
     with_engine(play)
+
+
+def test_a_measurement_of_an_engine_that_hangs_ends(with_engine: WithEngine[Any], server: Server) -> None:
+    """As that of `hpcrl bench`, which has nobody else to end it."""
+    config = Config.from_toml([QUICKSTART], ["generator.inference_engine.stall_timeout_seconds=1"])
+    with_engine(lambda engine: engine.generate(PROMPT, 1, 1, LONG))
+    with (
+        ThreadPoolExecutor() as pool,
+        stopped(server),
+        pytest.raises(EngineError, match=r"no token and no answer for 1 s"),
+    ):
+        pool.submit(asyncio.run, _measure(config, server)).result(60)
 
 
 def test_one_that_hangs_when_it_is_to_take_in_weights(
