@@ -251,7 +251,7 @@ def cases() -> list[tuple[str, str, Numbers, Ours, Formula]]:
     def online(x: torch.Tensor) -> torch.Tensor:
         penalties, better = 0.1 * (x.detach() - refs), _tensor([1, 0, 1, 0, 1, 0])
         groups = torch.tensor([0, 0, 1, 1, 2, 2])
-        own = AdvantageInputs(better - penalties, torch.ones_like(x), [1] * 6, groups, penalties_P=penalties)
+        own = AdvantageInputs(better - penalties, torch.ones_like(x), [1] * 6, groups, earned_P=better)
         return -(online_dpo(own, kl_loss_coef=0.1) * x).sum()
 
     def by_online(x: Numbers, held: Numbers) -> float:

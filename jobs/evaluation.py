@@ -177,8 +177,8 @@ class WaitingVersions:
 
     async def _load(self, engine: Engine, version: int) -> str:
         """Load a version unless it is the model that the engine was started with; return its digest, as of `EvalRow`."""
-        from hpcrl.rollout.threads import in_thread
         from hpcrl.rollout.weights.fetch import fetch
+        from hpcrl.runtime.threads import in_thread
 
         if version == 0 and self._config.engines_begin_with_model:
             return ""
@@ -194,7 +194,7 @@ class WaitingVersions:
     async def _write(self, version: int, group: Group, weights: str) -> GroupMeta:
         """Write the samples of a finished group, and then that it is finished; a failed one is evaluated again by the next start."""
         from hpcrl.rollout.evaluate import evaluated_text
-        from hpcrl.rollout.threads import in_thread
+        from hpcrl.runtime.threads import in_thread
 
         dump = self._run.eval_dump(version, self._replica)
         meta = group.meta(self._replica, str(dump.relative_to(self._run.path)))

@@ -45,7 +45,7 @@ class AdvantageInputs:
         scored_B: [B] float64, 1 for a sample with a reward of its own, 0 for a failed one. A failed one's reward is the mean of the others
             in its group, and it counts in no statistic. None: all have one.
         anchors_P: [P] int64, the number of the state in which each turn was taken; other groups have other numbers. None without turns.
-        penalties_P: [P] float64, what use_kl_in_reward has subtracted from the rewards; None where entries are tokens.
+        earned_P: [P] float64, the rewards before use_kl_in_reward subtracted its penalties; None where entries are tokens.
         kinds_B: each sample's data source, and its role behind a slash where it has one; empty where entries are tokens.
         carried: numbers that the estimator keeps from batch to batch, under names of its own: it changes them in place, alike on every rank,
             and checkpoints have them.
@@ -61,7 +61,7 @@ class AdvantageInputs:
     named_B: Mapping[str, torch.Tensor] | None = None
     scored_B: torch.Tensor | None = None
     anchors_P: torch.Tensor | None = None
-    penalties_P: torch.Tensor | None = None
+    earned_P: torch.Tensor | None = None
     kinds_B: Sequence[str] = ()
     carried: dict[str, float] = field(default_factory=dict)
     total: Callable[[torch.Tensor], torch.Tensor] = _all_here
@@ -88,7 +88,7 @@ class AdvantageInputs:
 
     @property
     def _of_entries(self) -> tuple[torch.Tensor | None, ...]:
-        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P, self.penalties_P
+        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P, self.earned_P
 
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sample's entries, [B]."""
@@ -303,9 +303,10 @@ def online_dpo(inputs: AdvantageInputs, *, kl_loss_coef: float) -> torch.Tensor:
         per batch it is DPO on the policy's own pairs, and with `reference_reset_interval` iterative DPO (2312.11456). It is not worth it
         for rewards of right or wrong: grpo learns from all samples
     """
-    assert inputs.penalties_P is not None, "online_dpo needs the penalties of use_kl_in_reward"
-    penalties_B, scored_B = inputs.by_sample(inputs.penalties_P), _scored(inputs)
-    rewards_B, weights_B = inputs.by_sample(inputs.rewards_P) + penalties_B, torch.zeros_like(penalties_B)
+    assert inputs.earned_P is not None, "online_dpo compares rewards without the penalties of use_kl_in_reward"
+    # not by adding penalties to rewards_P: what it rounds would tell equal rewards from each other
+    rewards_B, scored_B = inputs.by_sample(inputs.earned_P), _scored(inputs)
+    penalties_B, weights_B = rewards_B - inputs.by_sample(inputs.rewards_P), torch.zeros_like(rewards_B)
     for group in inputs.groups_B.unique():
         members = ((inputs.groups_B == group) & (scored_B > 0)).nonzero()[:, 0]
         own = rewards_B[members]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from hpcrl.controller.admission import Admission
 from hpcrl.data.endless import EndlessPrompts
+from hpcrl.runtime.threads import in_thread
 
 _MOST = 1024  # a fourth of the prompts that are kept
 
@@ -33,6 +34,6 @@ class PromptsAhead:
             while (index := admission.made or 0) >= admission.cursor + self._ahead:
                 self.claimed.clear()
                 await self.claimed.wait()
-            await asyncio.to_thread(self._prompts.make, index)
+            await in_thread(self._prompts.make, index)  # of the user's, which may hang when the run is over
             admission.made = index + 1
             await notify()

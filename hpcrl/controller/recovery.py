@@ -132,7 +132,8 @@ def read_history(
     if curriculum is not None:
         curriculum.begin(history.below)
     again = [number for number in batch_steps(run) if number > history.composed]
-    for number in again:
+    # with a curriculum the first of them stays until it is written over: a later attempt has to know of it too
+    for number in again[curriculum is not None :]:
         run.batch(number).unlink()
     for path in run.samples.glob("*/g*.safetensors"):
         found = _read_samples(path, history, needed, keep)

@@ -87,7 +87,7 @@ class _TokenBytes:
     def __getitem__(self, token_id: int) -> bytes:
         if token_id not in self._known:
             text = self.backend.id_to_token(token_id)  # None: of a head with more tokens
-            self._known[token_id] = b"" if text is None else self._of(text)
+            self._known[token_id] = _UNKNOWN.encode() if text is None else self._of(text)
         return self._known[token_id]
 
     def _of(self, text: str, *, added: bool = False) -> bytes:
@@ -153,6 +153,8 @@ class TokenAligner:
         if self._policy.eos is not None and self._teacher.eos is not None:
             self._same.setdefault(self._policy.eos, self._teacher.eos)
         self._teacher.backend.encode_special_tokens = True
+        self._teacher.backend.no_truncation()  # files of a trained model may have what its training set
+        self._teacher.backend.no_padding()
         if self._teacher.by_bytes:  # it can read letters that it would compose to others, as the policy wrote them
             self._teacher.backend.normalizer = None
         begun = self._teacher.backend.encode("a", add_special_tokens=True).ids[:1]
@@ -165,7 +167,7 @@ class TokenAligner:
             self.align(ids, [1] * len(ids))
 
     def align(self, token_ids: Sequence[int], mask_T: Sequence[float]) -> AlignedTokens:
-        """Return a row in the teacher's tokens. Bytes that are no text are U+FFFD for the teacher.
+        """Return a row in the teacher's tokens. Bytes that are no text are U+FFFD for the teacher, as are tokens of the head without a text.
 
         Args:
             mask_T: above 0 for the tokens that are trained.

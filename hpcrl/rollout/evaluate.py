@@ -16,9 +16,9 @@ from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.group import Group, sample_reward
-from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.records import append_text
+from hpcrl.runtime.threads import in_thread
 from hpcrl.text import said_in
 from hpcrl.types import GroupMeta, Work
 

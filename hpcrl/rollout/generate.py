@@ -48,9 +48,10 @@ from hpcrl.rollout.group_rewards import group_sample, with_group_rewards
 from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.images.saved import SampleImages
 from hpcrl.rollout.teacher_inputs import SampleMessages, TeacherInputs
-from hpcrl.rollout.threads import CallThreads, in_thread
+from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.rundir.commit import digest_of
+from hpcrl.runtime.threads import in_thread
 from hpcrl.types import LONGEST_FAILURE, Kind, Row, StopReason, Work, plain_text
 
 if TYPE_CHECKING:

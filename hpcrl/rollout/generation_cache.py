@@ -23,10 +23,10 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Heard
 from hpcrl.rollout.engines.experts import experts_of, experts_text
 from hpcrl.rollout.kept_answers import KeptAnswer, SampleAnswers, by_past
-from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import digest_of
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.threads import in_thread
 from hpcrl.types import Kind, Work
 
 KEEP_S = 5.0

@@ -8,15 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hpcrl.envs.base import WAITING
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _QUICK_S = 0.002
@@ -354,20 +352,3 @@ class CallThreads:
             return False
         self._notices.set(loop, call.known)
         return True
-
-
-async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return what `function` returns, run in a thread of its own."""
-    future: Future[R] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as error:  # noqa: BLE001  it is raised again by the awaiting task
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -47,7 +47,6 @@ from hpcrl.rollout.group import Group
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
 from hpcrl.rollout.teacher_inputs import TeacherInputs
-from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.weights.copies import NodeCopies
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir.commit import write_bytes
@@ -56,6 +55,7 @@ from hpcrl.rundir.process_names import worker_name
 from hpcrl.rundir.records import append_text
 from hpcrl.runtime.controller_client import FINISHED, ControllerClient
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
+from hpcrl.runtime.threads import in_thread
 from hpcrl.types import GroupMeta, Work
 
 _LOAD_S = 1.0

@@ -287,8 +287,9 @@ def _by_entries(
     entries = entries_of(batch, groups, turns=by_role or is_per_turn(estimator.func))
     tokens_P, penalties_P = entries.sums(minis, over_ranks)
     places = [(batch.groups[at], index) for at, index in entries.places]
+    earned_P = torch.tensor(entries.rewards, dtype=torch.float64)
     inputs = AdvantageInputs(
-        rewards_P=torch.tensor(entries.rewards, dtype=torch.float64) - penalties_P,
+        rewards_P=earned_P - penalties_P,
         mask_P=tokens_P,
         lengths=entries.lengths,
         groups_B=torch.tensor(entries.groups, dtype=torch.int64),
@@ -296,7 +297,7 @@ def _by_entries(
         baselines_B=_baselines(places, algorithm) if algorithm.needs_baselines else None,
         named_B=_named_rewards(places, algorithm),
         anchors_P=torch.tensor(entries.anchors, dtype=torch.int64),
-        penalties_P=penalties_P,
+        earned_P=earned_P,
         kinds_B=[
             f"{group.data_source}/{role}" if role else group.data_source
             for (group, _), role in zip(places, entries.roles, strict=True)

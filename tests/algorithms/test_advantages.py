@@ -69,7 +69,7 @@ def inputs(
         baselines_B=torch.tensor([baselines[group] for group in groups], dtype=torch.float64),
         named_B=named(rewards, tokens),
         anchors_P=torch.tensor(anchors),
-        penalties_P=0.01 * torch.cat(masks),
+        earned_P=torch.cat(parts) + 0.01 * torch.cat(masks),
         kinds_B=[("even", "odd")[group % 2] for group in groups],
     )
 
@@ -294,7 +294,7 @@ def test_one_entry_per_sample_says_the_same(name: str) -> None:
         groups_B=torch.tensor(GROUPS),
         baselines_B=inputs().baselines_B,
         named_B=inputs().named_B,
-        penalties_P=0.01 * torch.tensor(TOKENS, dtype=torch.float64),
+        earned_P=torch.tensor(REWARDS, dtype=torch.float64) + 0.01 * torch.tensor(TOKENS, dtype=torch.float64),
         kinds_B=inputs().kinds_B,
     )
     algorithm = AlgorithmConfig(gdpo=GDPOConfig(rewards=NAMED))
@@ -382,7 +382,7 @@ def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[in
 def test_a_rank_without_samples(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
     nobody = torch.zeros(0, dtype=torch.int64)
-    none = AdvantageInputs(empty, empty, [], nobody, empty, empty, named([], []), anchors_P=nobody, penalties_P=empty)
+    none = AdvantageInputs(empty, empty, [], nobody, empty, empty, named([], []), anchors_P=nobody, earned_P=empty)
     assert estimate(name, none) == []
 
 

@@ -16,12 +16,13 @@ STEP = 1e-6
 
 
 def estimate(rewards: list[float], penalties: torch.Tensor, groups: list[int], beta: float, **more: Any) -> list[float]:
+    earned = torch.tensor(rewards, dtype=torch.float64)
     given = AdvantageInputs(
-        rewards_P=torch.tensor(rewards, dtype=torch.float64) - penalties,
+        rewards_P=earned - penalties,
         mask_P=torch.full((len(rewards),), 3.0, dtype=torch.float64),
         lengths=[1] * len(rewards),
         groups_B=torch.tensor(groups),
-        penalties_P=penalties,
+        earned_P=earned,
         **more,
     )
     settings = AlgorithmConfig(advantage_estimator="online_dpo", kl_loss_coef=beta)
@@ -37,6 +38,12 @@ def test_golden_values() -> None:
     failed = estimate([2.0, 1.0, 0.0], penalties[:3], [0, 0, 0], 0.5, scored_B=torch.tensor([1.0, 1.0, 0.0]).double())
     assert failed[2] == 0, "a sample that failed is no pair's worse answer"
     assert failed[0] == -failed[1] > 0
+
+
+def test_groups_of_equal_rewards_are_no_pairs_whatever_their_penalties() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        assert not any(estimate([1.0] * 4, torch.randn(4, generator=draw, dtype=torch.float64), [0] * 4, 0.1))
 
 
 def test_its_policy_gradient_is_that_of_dpo() -> None:

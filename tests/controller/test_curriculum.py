@@ -194,10 +194,13 @@ class Trained:
         self.schedule = replace(SCHEDULE, total_steps=12, eval_interval=0, curriculum=SELDOM, **changes)
         self.asked = dict[str, str]()
 
-    def start(self, step: int) -> Service:
+    def service(self) -> Service:
         self.attempt += 1
         mixture = Mixture((4, 8), (1.0, 1.0), 7)
-        one = Service(self.run, self.attempt, self.schedule, prompts(12), [], mixture=mixture)
+        return Service(self.run, self.attempt, self.schedule, prompts(12), [], mixture=mixture)
+
+    def start(self, step: int) -> Service:
+        one = self.service()
         one.start(step)
         return one
 
@@ -275,6 +278,7 @@ def test_a_batch_that_is_composed_again_credits_no_other_row(tmp_path: Path) -> 
     assert file
     (run.run.path / file.batch.groups[0].path).unlink()
     run.asked.clear()
+    run.service().history(2)  # of an attempt that is killed before it composes one
     run.train(run.start(2), 3, 4)
     run.train(run.start(3), 4, 12)  # what the attempt before disregarded, this one does too
     credited = [one for drawn, _ in run.batches() for one in drawn.passed]

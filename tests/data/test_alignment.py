@@ -103,6 +103,21 @@ def test_bytes_that_are_no_text_are_read_as_unknown_letters(policy: PreTrainedTo
     assert found.spans_T.max() == found.spans_U.max() > 3
 
 
+def test_tokens_without_a_text_are_unknown_letters_too(policy: PreTrainedTokenizerFast) -> None:
+    """Of a head with more tokens than the tokenizer: without a span, the teacher's log-probability of them would be 0."""
+    end = policy.eos_token_id
+    found = TokenAligner(policy, made("bytes", CHATML, "</s>"), "teacher").align([end, len(policy) + 5, end], [0, 1, 1])
+    assert found.spans_T.tolist() == [-1, 0, 1]
+
+
+def test_what_a_teachers_file_has_of_its_training_cuts_and_fills_no_text(policy: PreTrainedTokenizerFast) -> None:
+    teacher = made("bytes", CHATML, "</s>")
+    teacher.backend_tokenizer.enable_truncation(40)
+    teacher.backend_tokenizer.enable_padding(length=64, pad_token="</s>", pad_id=teacher.eos_token_id)
+    aligner, ids = TokenAligner(policy, teacher, "teacher"), policy.encode("The answer is 12. " * 20)
+    assert teacher.decode(aligner.align(ids, [1] * len(ids)).token_ids) == "The answer is 12. " * 20
+
+
 def test_letters_that_the_teacher_would_compose_are_read_as_they_were_written(policy: PreTrainedTokenizerFast) -> None:
     teacher = made("bytes", CHATML, "</s>")
     teacher.backend_tokenizer.normalizer = normalizers.NFC()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from dataclasses import replace
@@ -11,8 +12,10 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
+from hpcrl.controller.admission import Admission
 from hpcrl.controller.build import build_service, load_prompts
 from hpcrl.controller.prompt_stream import group_id
+from hpcrl.controller.prompts_ahead import PromptsAhead
 from hpcrl.controller.service import Service
 from hpcrl.data.endless import ENDLESS, EndlessPrompts
 from hpcrl.errors import DataError
@@ -143,6 +146,28 @@ def test_the_controller_answers_while_a_function_takes_long(own: Path) -> None:
     controller.close()
     end(run, 2, served, steps=3)
     assert made == [1, 2, 3, 4, 5][: len(made)], "once each, and those of a step ahead at most"
+
+
+def test_a_function_that_hangs_does_not_keep_the_controller_from_its_end() -> None:
+    gate = threading.Event()
+
+    def make(index: int) -> Prompt:
+        assert gate.wait(300)
+        return prompts(9)[index]
+
+    async def controller() -> None:
+        making = PromptsAhead(EndlessPrompts(make, lambda _: True), Admission(2, 0, 3), 2).start(
+            lambda: asyncio.sleep(0)
+        )
+        await asyncio.sleep(0.05)
+        assert not making.done()
+
+    thread = threading.Thread(target=lambda: asyncio.run(controller()), daemon=True)
+    thread.start()
+    thread.join(60)
+    ended = not thread.is_alive()
+    gate.set()
+    assert ended
 
 
 def test_prompts_that_are_all_too_long_are_refused() -> None:

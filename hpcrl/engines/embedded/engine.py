@@ -25,7 +25,8 @@ from hpcrl.rollout.engines.in_process import SLEEP, UPDATE, InProcessEngine
 from hpcrl.rollout.engines.tensors import read_tensors, replace_adapter
 from hpcrl.rollout.engines.weight_check import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
-from hpcrl.rollout.threads import Notices, in_thread
+from hpcrl.rollout.threads import Notices
+from hpcrl.runtime.threads import in_thread
 from hpcrl.trainer.models.packed.blocks import compute_in_blocks
 
 

@@ -27,8 +27,8 @@ from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rollout.engines.base import Drafts, Engine, Generation, Heard, leaves_out
 from hpcrl.rollout.engines.weight_check import check_decoding, check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
-from hpcrl.rollout.threads import in_thread
 from hpcrl.runtime.gpu_memory import describe_memory
+from hpcrl.runtime.threads import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from hpcrl.rollout.generate import Generator, Maker
 from hpcrl.rollout.generation_cache import GroupCache
 from hpcrl.rollout.group import Group, apply_stop_reason, neutralize_failed, sample_reward
 from hpcrl.rollout.images.saved import SampleImages
-from hpcrl.rollout.threads import CallThreads, in_thread
+from hpcrl.rollout.threads import CallThreads
+from hpcrl.runtime.threads import in_thread
 from hpcrl.types import LONGEST_FAILURE, Row, Work, plain_text
 
 

@@ -13,7 +13,7 @@ from hpcrl.families.openvla.actions import ActionTurns, written
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer
 from hpcrl.rollout.generate import Episode, GroupGenerator
-from hpcrl.rollout.threads import in_thread
+from hpcrl.runtime.threads import in_thread
 from hpcrl.types import Kind, Work
 
 if TYPE_CHECKING:

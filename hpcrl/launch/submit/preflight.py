@@ -22,7 +22,6 @@ from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import steps_per_epoch
-from hpcrl.data.conversations import Tokens
 from hpcrl.data.datasets import load_dataset, prompt_datasets
 from hpcrl.data.entries import CONFIG, read_entries
 from hpcrl.data.prompts import count_aside, data_sources
@@ -323,17 +322,13 @@ def _of_teachers(config: Config) -> Iterator[Problem]:
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
     """Check the first row of each dataset whose rows are trained, and for KTO its prompts. What is on the hub is downloaded here, for nodes without network."""
-    problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
+    problems, warnings, recipe, read = list[Problem](), list[str](), Recipe.of(config), list[str]()
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:
         named += [("data.val_data", source) for source in validation_sources(config.data, config.data.val_data)]
     for name, source in named:
         try:
-            rows = tokenized(source, recipe)
-            if name == "data.train_data" and "kto" in config.trainer.dpo.loss_type and config.trainer.unpaired:
-                problems += _of_one_prompt(source, rows)
-            else:
-                next(rows)
+            next(tokenized(source, recipe))
         except (DataError, ModuleNotFoundError) as error:
             if package := missing_package(error):
                 warnings.append(f"{name}: the first row of {source.location} {not_tried(package)}")
@@ -341,17 +336,28 @@ def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
                 problems.append(Problem(name, str(error)))
         except ConfigError as error:
             problems.append(_problem(error))
+        else:
+            read.append(name)
+    whole = read.count("data.train_data") == len(training_sources(config.data))
+    if whole and "kto" in config.trainer.dpo.loss_type and config.trainer.unpaired:
+        problems += _of_one_prompt(config, recipe)
     return problems, warnings
 
 
-def _of_one_prompt(source: Source, rows: Iterator[list[Tokens]]) -> Iterator[Problem]:
-    """Yield a problem where all rows have the prompt of the first one, behind which KTO could put no other answer."""
-    prompts = (answer.token_ids[: answer.mask.index(True)] for row in rows for answer in row if any(answer.mask))
-    first = next(prompts)
-    if all(prompt == first for prompt in prompts):
+def _of_one_prompt(config: Config, recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem where all rows of all datasets have one prompt, behind which KTO could put no other answer."""
+    try:
+        rows = (row for source in training_sources(config.data) for row in tokenized(source, recipe))
+        prompts = (answer.token_ids[: answer.mask.index(True)] for row in rows for answer in row if any(answer.mask))
+        first = next(prompts, None)
+        alike = all(prompt == first for prompt in prompts)
+    except DataError as error:
+        yield Problem("data.train_data", str(error))
+        return
+    if alike:
         yield Problem(
             "trainer.dpo.loss_type",
-            f"kto puts answers behind other prompts, and all rows of {source.location} have one prompt; add rows, or use "
+            "kto puts answers behind other prompts, and all rows of data.train_data have one prompt; add rows, or use "
             '"apo_zero_unpaired"',
         )
 

@@ -238,7 +238,11 @@ def test_kto_needs_another_prompt(tmp_path: Path) -> None:
 
     assert refused(rows, "kto")
     assert not refused(rows, "apo_zero_unpaired")
-    assert not refused([*rows, {"prompt": "sort: ba", "completion": "ab", "label": True}], "kto")
+    other = {"prompt": "sort: ba", "completion": "ab", "label": True}
+    assert not refused([*rows, other], "kto")
+    (tmp_path / "others.jsonl").write_text(json.dumps(other) + "\n")
+    own[0] = f"data.train_data=[{tmp_path / 'rows.jsonl'}, {tmp_path / 'others.jsonl'}]"
+    assert not refused(rows, "kto"), "an epoch has the prompts of both"
 
 
 def test_a_directory_without_adapters(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
-from hpcrl.rollout.threads import in_thread
+from hpcrl.runtime.threads import in_thread
 from hpcrl.types import Prompt, Work
 from tests.envs.server import Asked, Server
 from tests.envs.server import serving as listening
