@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
@@ -19,6 +20,8 @@ from hpcrl.sandboxes.snapshots import SnapshotStore
 
 MOST_REQUESTS = 4
 """Of a sandbox at a time."""
+
+_ENDING = 32
 
 
 class NodeFull(SandboxError):
@@ -191,8 +194,8 @@ class NodeSandboxes:
         with self._lock:
             self._closed, ended = True, list(self._held.values())
             self._held.clear()
-        for one in ended:
-            one.sandbox.end()
+        with ThreadPoolExecutor(_ENDING) as threads:  # its job is ended after a grace time
+            list(threads.map(lambda one: one.sandbox.end(), ended))
         self._scratch.remove()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hpcrl.runtime.scratch import remove_abandoned
 from hpcrl.sandboxes import sandbox as module
 from hpcrl.sandboxes.node import MOST_REQUESTS
 from tests.paths import ROOT
+from tests.processes import command_of, parent_of, send
 from tests.sandboxes.material import PATIENCE_S, Client, count_processes
 
 
@@ -45,6 +47,18 @@ def test_a_sandbox_from_its_start_to_its_end(serving: Callable[..., Any]) -> Non
         assert one.ask("/end").json() == {}
         assert one.ask("/renew").status_code == 401
         assert node.start(snapshot=snapshot).run("cat /a/file")[1] == "content"
+
+
+def test_sandboxes_that_stand_still_are_killed_beside_each_other(serving: Callable[..., Any]) -> None:
+    with serving(6) as node:
+        for _ in range(6):
+            node.start()
+        own = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        first = [pid for pid in own if "hpcrl.sandboxes.inside" in command_of(pid) and parent_of(pid) == os.getpid()]
+        assert len(first) == 6
+        send(first, signal.SIGSTOP)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5 * module._GRACE_S
 
 
 def test_a_key_is_for_its_sandbox_alone(serving: Callable[..., Any]) -> None:
