@@ -65,9 +65,10 @@ Message = Mapping[str, Any]
 
 def main() -> None:
     """Prepare a sandbox as the first message asks, and answer requests in it."""
-    owner = socket.socket(
-        fileno=os.dup(0)
-    )  # its end is the end; _PDEATHSIG would be that of the thread which began this
+    # its end is the end; _PDEATHSIG would be that of the thread which began this
+    owner = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:  # no child has the socket: its other end learns of the end at once
+        os.dup2(nothing.fileno(), 0)
     settings, descriptors = receive(owner)
     try:
         upper = _prepare(settings, descriptors)

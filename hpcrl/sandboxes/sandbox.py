@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import select
 import selectors
 import socket
 import struct
@@ -242,6 +243,7 @@ class SandboxCommand:
         message, _ = receive(self.control)
         if message is not None and "error" not in message:
             return Ended(message["code"], message["ended"])
+        self.sandbox.expect()
         return Ended(None, "memory" if self.sandbox.out_of_memory(self.begun) else "killed")
 
     def close(self) -> None:
@@ -352,6 +354,7 @@ class Sandbox:
                 _, (master,) = receive(control)
             except (OSError, ValueError) as error:
                 control.close()
+                self.expect()
                 raise SandboxError(f"no terminal for the program: {error}") from error
             control.settimeout(None)
             return SandboxCommand(self, control, os.dup(master), {master: "stdout"}, deadline)
@@ -427,6 +430,15 @@ class Sandbox:
                 self._memory_killed = time.monotonic()
         return self._memory_killed >= since
 
+    def expect(self) -> None:
+        """Raise SandboxEnded where its first process has ended, and with it all others: killed for the node's memory, for instance."""
+        watch = select.poll()
+        with suppress(ValueError):  # the socket is closed
+            watch.register(self._owner, 0)
+            if not watch.poll(0):
+                return
+        raise SandboxEnded("the sandbox has ended")
+
     def end(self) -> None:
         """End the sandbox: its processes have ended then, and nothing of it is left."""
         self._owner.close()  # at which its first process ends, and with it all others and what is mounted
@@ -462,6 +474,7 @@ class Sandbox:
             finally:
                 late.cancel()
         if answer is None or "error" in answer:
+            self.expect()
             raise SandboxError(
                 (answer or {}).get("error") or "a program of the sandbox, or its limits, ended the transfer"
             )
@@ -475,8 +488,7 @@ class Sandbox:
             raise SandboxError(
                 f"a command and its environment have at most {LONGEST_MESSAGE} bytes; write a file instead"
             )
-        if self._owner.fileno() < 0 or self._process.poll() is not None:
-            raise SandboxEnded("the sandbox has ended")
+        self.expect()
         with self._lock:
             try:
                 send(self._owner, message, descriptors)

@@ -208,7 +208,7 @@ class Controller:
         else:
             raise Unsound(f"the run does not come to its end: {self.service.status()}")
         await self.call("next", step=STEPS + 1)
-        prompts, scores = (self.service._train, self.service._validation), ScoreQueue(JUDGES[: self.scene.scorers])
+        prompts, scores = (self.service.work._train, self.service._validation), ScoreQueue(JUDGES[: self.scene.scorers])
         again = Service(self.run, 2, self.scene.schedule(), *prompts, scores=scores)
         again.start(STEPS)
 

@@ -116,7 +116,8 @@ def test_every_turn_has_what_its_sample_is_worth(tmp_path: Path, name: str, pena
     expected = worth(*whole, penalty, **settings)
     for found, values in zip(worth(*turned, penalty, **settings), expected, strict=True):
         assert found == pytest.approx(values, abs=1e-6)
-    assert len({value for values in expected for value in values}) > GROUPS
+    if name != "online_dpo" or penalty:  # without penalties all pairs have one weight
+        assert len({value for values in expected for value in values}) > GROUPS
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.01])

@@ -182,7 +182,7 @@ def test_a_version_that_was_trained_again_gets_another_engine(tmp_path: Path) ->
     run = make_run(tmp_path)
     config = attempt_config(run, 1)
     nothing = cast(Any, None)
-    waiting = WaitingVersions(run, config, 0, 1, [], nothing, None, nothing)
+    waiting = WaitingVersions(run, config, 0, 1, [], nothing, None, None, nothing)
     engine = cast(Any, SimpleNamespace(version=0))
     begin_evaluation(run, 2, 1)
     assert waiting._next(engine) == (2, 1)
