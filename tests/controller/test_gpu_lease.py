@@ -175,7 +175,7 @@ def test_begun_groups_of_a_worker_that_is_killed_are_trained_once(run: Run, side
     assert [item.group_id for item in again] == [item.group_id for item in work[size:]]
     complete(run, trainer, SECOND, again)
     second.lease(SECOND)
-    assert trainer.call("next", step=2)["path"]
+    assert trainer.call("next", step=2, wait=10.0)["path"], "also where a claim of the same worker waits first"
     trained = [read_batch(run.batch(step)) for step in (1, 2)]
     names = [group.group_id for batch in trained if batch for group in batch.batch.groups]
     assert names == [item.group_id for item in work]
