@@ -24,7 +24,7 @@ from tests.slurm.conftest import DevCluster
 from tests.slurm.test_runs import SITE, ask
 
 APPTAINER = """#!{python}
-import json, os, subprocess, sys, tempfile
+import json, os, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ while arguments[0].startswith("--"):
 image, *command = arguments
 with open({log!r}, "a") as file:
     file.write(json.dumps(sys.argv[1:]) + "\\n")
-root = tempfile.mkdtemp()
+root = "/mnt"  # of a mount namespace of its own
 lines = ["set -e", "mount --make-rprivate /", f"mount -t tmpfs none {{root}}"]
 for path in [Path(one) for one in json.load(open(image))] + binds:
     if path.is_symlink():

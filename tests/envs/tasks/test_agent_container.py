@@ -24,7 +24,7 @@ from hpcrl.rundir.commit import write_text
 from tests.envs.tasks.test_agent import KEY, MESSAGES, PAYS, endpoint, homes
 
 STAND_IN = """#!{python} -IS
-import json, os, sys, tempfile
+import json, os, sys
 
 name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
 assert arguments.pop(0) == {{"apptainer": "exec", "enroot": "start"}}[name], sys.argv
@@ -52,7 +52,7 @@ else:
         assert (kind, flags.split(",")[:2]) == ("none", ["x-create=auto", "rbind"]), one
         binds.append([source, target, flags.split(",")[2]])
     directory = "/"
-root = tempfile.mkdtemp()
+root = "/mnt"  # of a mount namespace of its own
 lines = ["set -e", "mount --make-rprivate /", f"mount -t tmpfs none {{root}}", f"mkdir {{root}}/tmp"]
 for path in ("/usr", "/bin", "/lib", "/lib64", "/etc"):
     lines += [f"mkdir -p {{root}}{{path}}", f"mount --rbind {{path}} {{root}}{{path}}"]
