@@ -71,9 +71,8 @@ class SnapshotStore:
                     waiting.append(writes[name])
 
                 cutter = _Cutter(keep)
-                sandbox.snapshot(
-                    cast(IO[bytes], cutter), only
-                )  # its programs, which stand still meanwhile, go on before disks are waited for
+                # its programs, which stand still meanwhile, go on before disks are waited for
+                sandbox.snapshot(cast(IO[bytes], cutter), only)
                 cutter.finish()
                 list(threads.map(lambda name: writes[name].result() and self._commit(name, stage), writes))
         except BaseException:

@@ -403,10 +403,8 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     tolerance = algorithm.zero_variance_filter_tol
     if not algorithm.zero_variance_filter:
         return list(groups)
-    from hpcrl.algorithms.advantages import (  # with torch, which a plan of micro-batches needs not
-        ESTIMATORS,
-        is_per_turn,
-    )
+    # with torch, which a plan of micro-batches needs not
+    from hpcrl.algorithms.advantages import ESTIMATORS, is_per_turn
     from hpcrl.algorithms.settings import configured
 
     turns = is_per_turn(configured("advantage_estimator", algorithm.advantage_estimator, ESTIMATORS, algorithm).func)

@@ -143,9 +143,8 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
 
     def start() -> SandboxClient:
         nonlocal kept
-        if (
-            not kept
-        ):  # else the tests begin again: by now `snapshot`, which no sandbox holds while they run, may be removed
+        # where the tests begin again, `snapshot` may be removed: no sandbox held it while they ran
+        if not kept:
             sandbox = start_again(sandboxes, task, network, snapshot)
             try:
                 kept = sandbox.snapshot(tests.keep)

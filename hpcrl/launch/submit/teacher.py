@@ -77,11 +77,7 @@ def _identity(model: Pretrained) -> str | None:
 
 def check_teacher_tokens(config: Config) -> Iterator[Problem]:
     """Yield why teachers cannot judge the policy's tokens, of those that are on this machine beside it."""
-    own, policy, template = (
-        config.trainer.distillation,
-        config.trainer.policy.model.pretrained,
-        config.generator.chat_template,
-    )
+    own, policy = config.trainer.distillation, config.trainer.policy.model.pretrained
     for teacher, sources in own.teachers.items():
         if folder_of(policy) is None or folder_of(teacher) is None or own.precomputed_logprobs is not None:
             continue
@@ -90,7 +86,7 @@ def check_teacher_tokens(config: Config) -> Iterator[Problem]:
             from hpcrl.data.alignment import aligner_of  # with numpy, which no other submission needs
 
             try:
-                aligner_of(policy, teacher, template, setting)
+                aligner_of(policy, teacher, config.generator.chat_template, setting)
             except DataError as error:
                 yield Problem(setting, str(error).removeprefix(f"{setting}: "))
         elif (named := different_token(teacher, policy)) is not None:
