@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, GpuLease, ReplicaHealth
 from hpcrl.controller.service import WAITS, Service
+from hpcrl.errors import DataError
 from hpcrl.observe.goodput import GoodputMeter
 from hpcrl.observe.timeline import IDLE, LOAD, Timeline
 from hpcrl.rundir.commit import discard
@@ -248,7 +249,10 @@ class Api:
                 told = [one.failure(calling, training) for one in health]
                 service.failure = service.failure or next(filter(None, told), None)
             if self._making and self._making.done():
-                self._making.result()
+                try:
+                    self._making.result()
+                except DataError as error:
+                    service.failure = service.failure or error
             if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)

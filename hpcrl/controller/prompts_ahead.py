@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable
 
 from hpcrl.controller.admission import Admission
 from hpcrl.data.endless import EndlessPrompts
+from hpcrl.errors import DataError
 from hpcrl.runtime.threads import in_thread
 
 _MOST = 1024  # a fourth of the prompts that are kept
+_LONGEST_S = 600.0
 
 
 class PromptsAhead:
@@ -24,7 +26,10 @@ class PromptsAhead:
         self.claimed = asyncio.Event()
 
     def start(self, notify: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Return the task that makes prompts, from the first group that may begin on; it calls `notify` after each."""
+        """Return the task that makes prompts, from the first group that may begin on; it calls `notify` after each.
+
+        The task ends with DataError when a prompt has taken ten minutes.
+        """
         self._admission.made = self._admission.first
         return asyncio.create_task(self._fill(notify))
 
@@ -34,6 +39,10 @@ class PromptsAhead:
             while (index := admission.made or 0) >= admission.cursor + self._ahead:
                 self.claimed.clear()
                 await self.claimed.wait()
-            await in_thread(self._prompts.make, index)  # of the user's, which may hang when the run is over
+            made = asyncio.ensure_future(in_thread(self._prompts.make, index))  # of the user's, which may hang
+            if not (await asyncio.wait({made}, timeout=_LONGEST_S))[0]:
+                raise DataError(
+                    f"data.train_function: row {index} is not there after {_LONGEST_S:.0f} s; mend the function"
+                )
             admission.made = index + 1
             await notify()

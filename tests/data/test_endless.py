@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
+from hpcrl.controller import prompts_ahead
 from hpcrl.controller.admission import Admission
 from hpcrl.controller.build import build_service, load_prompts
 from hpcrl.controller.prompt_stream import group_id
 from hpcrl.controller.prompts_ahead import PromptsAhead
 from hpcrl.controller.service import Service
 from hpcrl.data.endless import ENDLESS, EndlessPrompts
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, HpcrlError, RunError
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
@@ -168,6 +170,23 @@ def test_a_function_that_hangs_does_not_keep_the_controller_from_its_end() -> No
     ended = not thread.is_alive()
     gate.set()
     assert ended
+
+
+def test_a_function_that_hangs_ends_the_attempt(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_ahead, "_LONGEST_S", 0.1)
+    run, gate, failed = make_run(own / "project" / "run"), threading.Event(), list[HpcrlError]()
+    hangs = EndlessPrompts(lambda index: prompts(9)[index] if gate.wait(300) else prompts(9)[0], lambda _: True)
+    schedule = replace(SCHEDULE, eval_interval=0, total_steps=3, order_seed=None)
+    served = serve_attempt(run, 1, schedule, failed, train=hangs)
+    controller = ControllerClient(run, 1, patience_s=30)
+    with suppress(RunError):  # the controller may have ended
+        controller.call("start", step=0)
+        controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[])
+    StatusWriter(run, "trainer", 1).write("stopped")
+    served.thread.join(60)
+    gate.set()
+    controller.close()
+    assert [str(error) for error in failed] == ["data.train_function: row 0 is not there after 0 s; mend the function"]
 
 
 def test_prompts_that_are_all_too_long_are_refused() -> None:

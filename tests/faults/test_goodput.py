@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from hpcrl.observe.goodput import account_of
@@ -10,6 +13,7 @@ from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended
 from tests.faults.scenario import Scenario
 from tests.faults.test_views import assert_agrees_with_sacct
+from tests.paths import CONFIGS
 
 ATTEMPT_S = 240.0
 TURNS = {
@@ -31,8 +35,9 @@ TURNS = {
 @pytest.mark.nodes(1)
 @pytest.mark.own_cluster("--accounting")
 def test_goodput_with_a_preemption_every_four_minutes(scenario: Scenario) -> None:
-    """Trainer and engine take turns on one node. Goodput is printed and has no bound: it depends on how long a start takes on this machine."""
-    run = scenario.submit(TURNS, stand_in=False)
+    """Trainer and engine take turns on one node, of a model whose turns take seconds, as a real one's do."""
+    model = larger_model(scenario.path / "model")
+    run = scenario.submit(TURNS | {"trainer.policy.model.path": str(model)}, stand_in=False)
     for attempt in (1, 2, 3):
         scenario.wait(lambda: len(read_attempts(run)) == attempt, f"attempt {attempt}", run=run)  # noqa: B023
         scenario.pause(ATTEMPT_S)
@@ -47,3 +52,16 @@ def test_goodput_with_a_preemption_every_four_minutes(scenario: Scenario) -> Non
     print(scenario.told("goodput", run.name))
     assert_agrees_with_sacct(scenario, run)
     assert account.share(LOST) < 0.05
+    assert account.goodput > 0.85
+
+
+def larger_model(path: Path) -> Path:
+    """Write a model of 0.7 million parameters with the quickstart's tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(CONFIGS / "quickstart" / "model", path)
+    config = AutoConfig.from_pretrained(path, hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
