@@ -17,16 +17,16 @@ def processes_of(run: Run) -> list[int]:
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             text = (directory / "cmdline").read_bytes() + b"\0" + (directory / "environ").read_bytes()
-            state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
+            state = (directory / "stat").read_bytes().rpartition(b")")[2].split()[0]
         except OSError:
             continue
-        if state not in "ZX" and int(directory.name) != os.getpid() and any(needle in text for needle in needles):
+        if state not in b"ZX" and int(directory.name) != os.getpid() and any(needle in text for needle in needles):
             found.append(int(directory.name))
     return found
 
 
 def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def child_of(pid: int) -> int | None:
@@ -53,7 +53,7 @@ def is_srun(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal, or is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except OSError:
         return True
 

@@ -78,7 +78,9 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
     deadline, reported = time.monotonic() + patience_s, False
     while True:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, cwd=folder)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=False, timeout=limit_s, cwd=folder
+            )
         except FileNotFoundError:
             raise not_here(command[0]) from None
         except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ def nvidia_smi(query: str) -> list[str]:
     """Return the lines of `nvidia-smi --query-<query>`; none where there is no such program, or it fails."""
     try:
         command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []

@@ -85,13 +85,18 @@ def remove_shared_memory(directory: Path) -> None:
         (directory / _SHARED).unlink()
 
 
+def mapped_shared_memory(pid: int) -> set[int]:
+    """Return the inodes of the shared memory that a process has mapped. Raises OSError where it has ended, or is another user's."""
+    lines = Path(f"/proc/{pid}/maps").read_bytes().split(b"\n")  # names need not be text
+    return {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/".encode() in line}
+
+
 def left_shared_memory() -> dict[str, int]:
     """Return names and bytes of this user's shared memory that no process has mapped which this one sees; one in another container, it does not."""
     mapped = set[int]()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or is another user's
-            lines = maps.read_text().splitlines()
-            mapped |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+            mapped |= mapped_shared_memory(int(pid))
     found, now = dict[str, int](), time.time()
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else []:
         with suppress(OSError):

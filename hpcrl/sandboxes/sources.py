@@ -182,7 +182,9 @@ def _is_sif(path: Path) -> bool:
 def _unpack_sif(source: Path, tree: Path) -> Path:
     if (program := shutil.which("apptainer") or shutil.which("singularity")) is None:
         raise DataError(f"{source} is a SIF file, which Apptainer unpacks: do this where `apptainer` is installed")
-    done = subprocess.run(sif_command(program, source, tree), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        sif_command(program, source, tree), capture_output=True, text=True, errors="replace", check=False
+    )
     if done.returncode != 0:
         raise DataError(f"{source}: apptainer cannot unpack it: {done.stderr.strip()[-400:]}")
     return tree

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import InferenceEngineConfig
-from hpcrl.engines.vllm.processes import shared_memory
+from hpcrl.engines.vllm.processes import group_of, shared_memory
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.runtime.scratch import (
     SHARED_MEMORY,
@@ -172,6 +172,22 @@ def test_a_variable_that_is_empty_makes_no_path_of_the_root(monkeypatch: pytest.
 
 
 MAPS = "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); kept = mmap.mmap(file.fileno(), 0); print('mapped', flush=True); time.sleep(600)"
+
+
+def test_programs_need_no_name_that_is_text(folder: Path) -> None:
+    """Linux cuts names after 15 bytes, also within a character, and paths are bytes."""
+    program = folder / os.fsdecode("программа".encode() + b"\xff")
+    shutil.copy("/bin/sleep", program)
+    process = subprocess.Popen([program, "60"], start_new_session=True)
+    try:
+        with pytest.raises(UnicodeDecodeError):
+            Path(f"/proc/{process.pid}/stat").read_text()
+        assert group_of(process.pid) == [process.pid]
+        assert shared_memory(process.pid) == set()
+        left_shared_memory()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("kind", ["nccl", "torch"])

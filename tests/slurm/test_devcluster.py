@@ -288,8 +288,8 @@ def all_processes() -> dict[int, Entry]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (folder / "cmdline").read_text().replace("\0", " ").strip()
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if fields[0] not in "ZX":

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from hpcrl.runtime.scratch import SEGMENTS, SHARED_MEMORY
+from hpcrl.runtime.scratch import SEGMENTS, SHARED_MEMORY, mapped_shared_memory
 
 _PROC = Path("/proc")
 _TITLE = "VLLM::"  # of the engine's cores and workers, which vLLM names itself
@@ -17,8 +17,9 @@ def group_of(leader: int) -> list[int]:
     found = list[int]()
     for name in filter(str.isdigit, os.listdir(_PROC)):
         with suppress(OSError):
-            state, _, group = (_PROC / name / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z":
+            # a name may be cut within a character
+            state, _, group = (_PROC / name / "stat").read_bytes().rpartition(b")")[2].split()[:3]
+            if int(group) == leader and state != b"Z":
                 found.append(int(name))
     return found
 
@@ -35,9 +36,8 @@ def shared_memory(leader: int) -> set[str]:
     inodes = set[int]()
     for pid in group_of(leader):
         with suppress(OSError):
-            lines = (_PROC / str(pid) / "maps").read_text().splitlines()
             # not by name: that of a semaphore is the one under which it was made
-            inodes |= {int(line.split()[4]) for line in lines if f" {SHARED_MEMORY}/" in line}
+            inodes |= mapped_shared_memory(pid)
     # a worker maps others too, such as CUDA's
     entries = os.scandir(SHARED_MEMORY) if inodes else ()
     return {entry.name for entry in entries if entry.name.startswith(SEGMENTS) and entry.inode() in inodes}

@@ -128,12 +128,12 @@ def _show(path: str, where: str) -> None:
 
 def _make_read_only(root: str) -> None:
     """Make all mounts below read-only; the kernel lets nobody drop flags that they have."""
-    with open("/proc/self/mountinfo") as file:
+    with open("/proc/self/mountinfo", "rb") as file:
         mounts = [line.split()[4:6] for line in file]
     for place, flags in mounts:
-        place = place.encode().decode("unicode_escape")
+        place = os.fsdecode(place.decode("unicode_escape").encode("latin-1"))  # blanks are octal numbers
         if place.startswith(f"{root}/"):
-            kept = sum(_FLAGS.get(flag, 0) for flag in flags.split(","))
+            kept = sum(_FLAGS.get(flag, 0) for flag in flags.decode().split(","))
             device = 0 if place.startswith(f"{root}/dev/") else NO_DEVICES
             mount(None, place, None, REMOUNT | BIND | READ_ONLY | NO_SUID | device | kept)
 

@@ -59,7 +59,7 @@ def record(pid: int, seconds: int, form: str, *, idle: bool) -> bytes:
             program, "record", "--nonblocking", "--subprocesses", f"--pid={pid}", f"--duration={seconds}",
             f"--rate={_PER_SECOND}", f"--format={form}", f"--output={result}", *["--idle"] * idle,
         ]  # fmt: skip
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
         output = done.stdout + done.stderr
         if _NO_SAMPLES.search(output):
             raise RunError(f"the process waited for all of {seconds} s; --idle shows for what")

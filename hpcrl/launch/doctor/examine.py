@@ -149,7 +149,7 @@ def _of_this_machine(directory: Path, asked: SlurmConfig) -> Iterator[Finding]:
 
 def _slurm(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=_ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as failure:
         raise NoAnswerError(f"{command[0]}: {failure}") from None
     if done.returncode != 0:

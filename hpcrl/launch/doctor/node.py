@@ -132,7 +132,7 @@ def place(path: Path) -> dict[str, Any]:
     room = os.statvfs(path)
     return {
         "path": str(path),
-        "type": filesystem(path, Path("/proc/self/mountinfo").read_text()),
+        "type": filesystem(path, Path("/proc/self/mountinfo").read_text(errors="surrogateescape")),
         "free_bytes": room.f_bavail * room.f_frsize,
         "free_inodes": room.f_favail if room.f_files else None,
         "mode": path.stat().st_mode & 0o7777,
@@ -143,7 +143,7 @@ def place(path: Path) -> dict[str, Any]:
 def filesystem(path: Path, mountinfo: str) -> str:
     """Return the type of the filesystem on which a path lies, such as nfs4 or lustre."""
     real, best, found = os.path.realpath(path), "", "unknown"
-    for line in mountinfo.splitlines():
+    for line in filter(None, mountinfo.split("\n")):
         before, _, after = line.partition(" - ")
         # Blanks of a mount point are written as octal numbers.
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])

@@ -156,7 +156,7 @@ def _avoided(job: str, exclude: Sequence[str]) -> str:
 def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program of Slurm's; where it is missing, as in a container that lacks them, it fails as in a shell."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=limit_s)
     except FileNotFoundError:
         remedy = "not on PATH here; mount Slurm's programs into the container, or set slurm.container.host_python"
         return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {remedy}\n")

@@ -33,7 +33,9 @@ def starts_at_once(script: str, nodes: int) -> str | None:
     environment |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     command = ["sbatch", "--test-only", f"--nodes={nodes}", script]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=_ANSWER_S, env=environment
+        )
     except FileNotFoundError:
         raise not_here("sbatch") from None
     except subprocess.TimeoutExpired:

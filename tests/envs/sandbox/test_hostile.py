@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -67,6 +69,23 @@ def outcomes(codes: Mapping[str, str]) -> dict[str, str]:
     found = dict(json.loads(line) for line in ran.output.splitlines() if line.startswith("["))
     assert found.keys() == codes.keys(), ran
     return found
+
+
+def test_what_is_readable_stays_as_it_is_below_a_directory_of_any_name(tmp_path: Path) -> None:
+    if any("namespaces" in what for what in lacking()):
+        pytest.skip("no user namespaces")
+    place, readable = tmp_path / "jos\u00e9's data", tmp_path / "readable"
+    place.mkdir()
+    readable.mkdir()
+    code = """
+import sys
+from hpcrl.envs.sandbox import namespaces
+namespaces.enter(sys.argv[1], ["/dev/null", sys.argv[2]], 1 << 20, 100)
+open(sys.argv[2] + "/x", "w")
+"""
+    done = subprocess.run([sys.executable, "-c", code, place, readable], capture_output=True, text=True, check=False)
+    assert "Read-only file system" in done.stderr, done
+    assert not list(readable.iterdir())
 
 
 def test_every_call_that_is_not_needed_is_refused(way: str) -> None:  # noqa: ARG001

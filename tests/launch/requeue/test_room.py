@@ -18,6 +18,7 @@ from hpcrl.launch.requeue.room import (
     seconds_left,
     starts_at_once,
 )
+from hpcrl.launch.scheduler import run_slurm
 
 # printed by sbatch of Slurm 22.05
 ANSWER = "sbatch: Job 2 to start at {start} using 8 processors on nodes n4 in partition main\n"
@@ -106,3 +107,9 @@ def test_nodes_that_cannot_be_given_back_stay(
     assert keep_nodes("7_0", ["n1", "n2"]), "an error after Slurm took the others"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     assert not keep_nodes("7_0", ["n1"]), "an attempt without room for temporary files still begins"
+
+
+def test_answers_need_not_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and comments of other people's jobs are bytes."""
+    stand_in(tmp_path, monkeypatch, "squeue", r"printf 'jos\351|x\n'")
+    assert run_slurm(["squeue"], 0) == "jos\ufffd|x\n"
