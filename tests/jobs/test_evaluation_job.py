@@ -89,6 +89,6 @@ def test_scores_of_versions_that_wait_are_those_of_a_stopped_trainer(tmp_path: P
     assert summaries[0] != summaries[2], "each has weights of its own"
     subject = find_subject(str(model), None, tmp_path)
     config = configured(subject, [str(tmp_path / "rows.jsonl")], None, [run.config], ["slurm.evaluation.when=never"])
-    results = evaluate(subject, config, Run(tmp_path / "stopped"), print)
+    results = evaluate(subject, config, Run(tmp_path / "stopped"), print, tmp_path)
     assert results["metrics"] == summaries[2]
     assert results["prompts"]["all"] == ROWS

@@ -31,6 +31,8 @@ _NUMBERS = {
     "part": "HPCRL_PART",
     "sandbox": "HPCRL_SANDBOXES",
 }
+JOBS = {role: role for role in _NUMBERS} | {"part": "engine_node"}
+"""Programs of jobs/ by the roles of workers."""
 _ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -75,7 +77,7 @@ class NodeProcesses:
     def start_worker(self, name: str) -> None:
         """Start rollout-<replica>, part-<number>, reward-<service>, sandbox-<server>, or the ranks of scorer-<number>."""
         job, number = name.split("-")
-        command, variables = [self._job(job), str(self._run.path)], {_NUMBERS[job]: number}
+        command, variables = [self._job(JOBS[job]), str(self._run.path)], {_NUMBERS[job]: number}
         if job == "scorer" and self._node.parts > 1:
             meeting = self.publish_rendezvous(name)
             self.rendezvous = meeting["number"]

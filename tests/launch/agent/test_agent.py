@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.agent import NodeAgent
-from hpcrl.launch.agent.processes import NodeProcesses
+from hpcrl.launch.agent.processes import JOBS, NodeProcesses
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node
 from hpcrl.launch.requeue.requeue import ATTEMPTS_HERE
@@ -22,7 +22,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome, open_attempt, read_attempts, read_outcome, report_outcome
 from hpcrl.runtime.process_status import StatusWriter, read_process_status, read_process_statuses
 from hpcrl.runtime.signals import ask_to_stop
-from tests.paths import QUICKSTART
+from tests.paths import QUICKSTART, ROOT
 
 AGENT = """
 import sys
@@ -363,3 +363,7 @@ def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:
     changed = [f"{study}/task.py was changed", "code/jobs/trainer.py was changed", "code/torch.py is new"]
     assert f"{'; '.join(changed)}, since run was submitted or resumed" in outcome.message
     assert "hpcrl resume run" in outcome.message
+
+
+def test_each_worker_has_a_program() -> None:
+    assert {path.stem for path in (ROOT / "jobs").glob("*.py")}.issuperset(JOBS.values())
