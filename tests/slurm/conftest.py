@@ -1,5 +1,6 @@
 """A real Slurm cluster for the session; skipped where one cannot be had."""
 
+import getpass
 import os
 import shutil
 import signal
@@ -102,6 +103,16 @@ def accounting(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> I
         pytest.skip(reason)
     with lent(tmp_path_factory.mktemp("accounting"), 2, "--accounting", "--conf", "MinJobAge=2") as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Jobs of a test that fails would keep nodes from the tests behind it."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        for name in {"cluster", "accounting"}.intersection(request.fixturenames):
+            request.getfixturevalue(name).ask(["scancel", "--full", "--user", getpass.getuser()])
 
 
 @contextmanager
