@@ -72,7 +72,7 @@ released: $(VENV)/installed npm
 	$(PIP) --no-deps --upgrade --target $(VENV)-datasets datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19 pandas==3.1.1 xxhash==4.1.0
 	$(PIP) --no-deps --upgrade --target $(VENV)-transformers4 transformers==4.57.6 huggingface-hub==0.36.2 tokenizers==0.22.2
 	PYTHONPATH=$(VENV)-datasets HPCRL_TRANSFORMERS_4=$(abspath $(VENV)-transformers4) \
-	  $(BIN)/pytest -n 2 -m released tests/released tests/data/hub tests/cli/test_own_reward.py
+	  $(BIN)/pytest -n 2 -m released tests/released tests/data/hub tests/cli/test_own_reward.py tests/sandboxes/test_learning.py
 
 # Beside the environment: where transformers finds torchao, each process imports it, for a second. Triton's interpreter stands for a GPU.
 kernels: $(VENV)/installed

@@ -29,9 +29,11 @@ def environment(settings: dict) -> vf.Env:
 
 
 def print_rows(settings: dict) -> None:
-    for task in environment(settings).taskset:
+    env = environment(settings)
+    for task in env.taskset:
         row = {"prompt": [{"role": "user", "content": task.data.prompt_text}], "env_class": "agent"}
-        print(json.dumps({**row, "verifiers": settings, "task": task.data.idx}))
+        box = {"image": env.image_of(task.data)} if settings.get("id") == "hpcrl-sandbox" else {}
+        print(json.dumps({**row, **box, "verifiers": settings, "task": task.data.idx}))
 
 
 async def play(row: dict) -> dict:

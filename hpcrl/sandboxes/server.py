@@ -252,17 +252,19 @@ async def serve_sandboxes(node: NodeSandboxes, proof: Proof, listener: socket.so
     app = SandboxServer(node, proof)
     tasks = [asyncio.ensure_future(until), asyncio.create_task(app.look_after())]
 
-    async def first() -> None:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+    async def ended() -> None:
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:  # before the server ends: with the programs, the requests end that wait for them
+            await asyncio.to_thread(node.close)
 
     try:
-        await serve(app, listener, first())
+        await serve(app, listener, ended())
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.to_thread(node.close)
         app.close()
 
 

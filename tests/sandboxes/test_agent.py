@@ -167,6 +167,44 @@ def answer(listener: socket.socket, begun: bytes) -> None:
             pass
 
 
+CALLS = """
+import asyncio, sys
+sys.path.insert(0, {folder!r})
+import sandbox_calls
+from sandbox_calls import ENDED, SandboxRefusal, read, run, write
+
+async def main():
+    ran = await run(["sh", "-c", 'pwd; echo "$A" "$1"; cat; echo é >&2; exit 125', "sh", "it's\\n"], {{"A": "'b'\\n;c"}}, "/tmp")
+    assert (ran.code, ran.stdout, ran.stderr) == (125, b"/tmp\\n'b'\\n;c it's\\n\\n", "é\\n".encode()), ran
+    await write("/repo/a b/c", b"\\0x")
+    assert await read("/repo/a b/c") == b"\\0x"
+    sandbox_calls.MOST_BYTES = 70_000
+    ran = await run(["cat", "/dev/zero"], {{}}, "/")
+    assert (ran.code, len(ran.stdout)) == (ENDED, 70_000)
+    cut = asyncio.create_task(run(["sh", "-c", "sleep 3; echo x > /repo/cut"], {{}}, "/"))
+    await asyncio.sleep(0.5)
+    cut.cancel()
+    await run(["sh", "-c", "(sleep 3; echo late > /repo/late) > /dev/null &"], {{}}, "/")
+    for name, refused in (("/nothing", read("/nothing")), ("a=b", run(["true"], {{"a=b": ""}}, "/"))):
+        try:
+            await refused
+            raise AssertionError(name)
+        except (SandboxRefusal, ValueError) as error:
+            assert name in str(error)
+    while b"late" not in (ran := await run(["ls", "/repo"], {{}}, "/")).stdout:
+        await asyncio.sleep(0.5)
+    assert ran.stdout == b"a b\\nbroken\\nlate\\n", ran
+
+asyncio.run(main())
+"""
+
+
+def test_agents_in_python_call_it(play: Callable[..., Turn], user: Path) -> None:
+    """What configs/agents/sandbox_calls.py promises; hpcrl_sandbox.py beside it brings these calls to verifiers."""
+    (user / "calls.py").write_text(CALLS.format(folder=str(ROOT / "configs" / "agents")))
+    assert play(f"python3 {user}/calls.py && sandbox exec sh -c 'cat broken > fixed'").reward == 0.25
+
+
 def test_a_lost_sandbox_is_no_reward(play: Callable[..., Turn]) -> None:
     """Neither where tests decide nor where the program's exit code does, which only says that its command failed."""
     end = """python3 -c "

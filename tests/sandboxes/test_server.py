@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,18 @@ LACKING = [
     ("/read", {"path": "/nothing"}, "No such file"),
     ("/end", {"more": 1}, "expected an object with no fields"),
 ]
+
+
+def test_commands_end_with_their_server(serving: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """Each answer ends as that of a lost sandbox does, and the log has nothing of it."""
+    with ExitStack() as stack:
+        with serving() as node:
+            streams = [stack.enter_context(node.start().stream("echo begun; sleep 600")) for _ in range(2)]
+            lines = [stream.iter_lines() for stream in streams]
+            assert [base64.b64decode(json.loads(next(one))["stdout"]) for one in lines] == [b"begun\n"] * 2
+        ends = [[json.loads(line) for line in one if line != "{}"] for one in lines]
+    assert not any("code" in last for end in ends for last in end)
+    assert "ASGI" not in capfd.readouterr().err
 
 
 def test_a_command_that_writes_nothing_is_heard_of(
