@@ -52,7 +52,7 @@ def _effects() -> dict[str, Effect]:
 def _effect_between(difference: Difference, old: Config, new: Config) -> Effect:
     path = difference.path
     effect = effect_of(path) or _YOURS
-    if effect is OTHER_MOMENTS and "Muon" not in (difference.left, difference.right):
+    if effect is OTHER_MOMENTS and {difference.left, difference.right} <= {"AdamW", "Adam"}:
         return UPDATES  # AdamW and Adam have the same moments
     one, other = sorted((old.trainer, new.trainer), key=lambda trainer: trainer.strategy)
     if one.strategy == other.strategy:

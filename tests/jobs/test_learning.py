@@ -64,6 +64,17 @@ FAMILIES = {
         "trainer.policy.model.lora.alpha=64",
         "trainer.policy.optimizer_config.lr=1e-3",
     ],
+    "online_dpo": [
+        f"{ALGORITHM}advantage_estimator=online_dpo",
+        f"{ALGORITHM}policy_loss_type=gpg",
+        f"{ALGORITHM}loss_reduction=seq_mean_token_sum",
+        f"{ALGORITHM}use_kl_in_reward=true",
+        f"{ALGORITHM}kl_estimator_type=k1",
+        f"{ALGORITHM}kl_loss_coef=0.1",
+        "trainer.policy_mini_batch_size=64",
+        "trainer.policy.optimizer_config.lr=5e-4",
+        NO_REFERENCE,
+    ],
     "shared_prefixes": ["trainer.shared_prefixes=true", "trainer.max_tokens_per_micro_batch=512"],
     "self_distillation": [
         NO_REFERENCE,
@@ -113,20 +124,28 @@ def test_stale_samples_teach_what_fresh_ones_do(place: Path, engine: str) -> Non
     assert found[2] >= found[0] - 0.05
 
 
+TAUGHT = [
+    *FORWARD_KL,
+    "trainer.distillation.enable=true",
+    f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'teacher'}",
+    "trainer.distillation.loss_weight=1",
+    "trainer.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+]
+SCHEDULE_FREE = [
+    "trainer.policy.optimizer_config.name=ScheduleFreeAdamW",
+    "trainer.policy.optimizer_config.scheduler=constant_with_warmup",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("taught", [False, True])
-def test_right_answers_teach_sorting(place: Path, taught: bool) -> None:
-    """configs/sft_tiny.toml as it is, or from a teacher alone, and what it has learned by greedy decoding of the validation words."""
-    teacher = [
-        *FORWARD_KL,
-        "trainer.distillation.enable=true",
-        f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'teacher'}",
-        "trainer.distillation.loss_weight=1",
-        "trainer.ref.fsdp_config.mixed_precision.param_dtype=fp32",
-    ]
-    run = learned(place, "sft_tiny.toml", "sft", 96, *(teacher if taught else []))
+@pytest.mark.parametrize(
+    ("name", "settings"), {"answers": [], "teacher": TAUGHT, "schedule_free": SCHEDULE_FREE}.items()
+)
+def test_right_answers_teach_sorting(place: Path, name: str, settings: list[str]) -> None:
+    """configs/sft_tiny.toml as it is, from a teacher alone, or with another optimizer, and what it has learned by greedy decoding of the validation words."""
+    run = learned(place, "sft_tiny.toml", name, 96, *settings)
     losses = curve(run, "eval/all/loss")
-    print(f"validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
+    print(f"{name}: validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
     assert losses[0] > 0.3
     assert losses[96] < 0.01
     assert greedy_score(run, 96) >= 0.95
@@ -163,6 +182,18 @@ def test_pairs_teach_sorting(place: Path, name: str, settings: list[str]) -> Non
     assert losses[0] > 0.9
     assert losses[93] < 0.2
     assert accuracies[93] >= 0.99
+    assert score >= 0.95
+
+
+@pytest.mark.slow
+def test_answers_with_labels_teach_sorting(place: Path) -> None:
+    """configs/kto_tiny.toml as it is, and what it has learned by greedy decoding of the validation words."""
+    run = learned(place, "kto_tiny.toml", "kto", 93)
+    losses, margins = (curve(run, f"eval/all/{metric}") for metric in ("loss", "rewards/margins"))
+    score = greedy_score(run, 93)
+    print(f"kto: validation loss {losses[0]:.3f} -> {losses[93]:.4f}, margin {margins[93]:.2f}, greedy {score:.3f}")
+    assert losses[0] == pytest.approx(0.5, abs=1e-5), "the policy is still the reference"
+    assert losses[93] < 0.3
     assert score >= 0.95
 
 
