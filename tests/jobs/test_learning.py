@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+import torch
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Tokenizer
 
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
+from tests.jobs.test_supervised import FREE
 from tests.paths import QUICKSTART
 
 STEPS = 30
@@ -131,16 +135,10 @@ TAUGHT = [
     "trainer.distillation.loss_weight=1",
     "trainer.ref.fsdp_config.mixed_precision.param_dtype=fp32",
 ]
-SCHEDULE_FREE = [
-    "trainer.policy.optimizer_config.name=ScheduleFreeAdamW",
-    "trainer.policy.optimizer_config.scheduler=constant_with_warmup",
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "settings"), {"answers": [], "teacher": TAUGHT, "schedule_free": SCHEDULE_FREE}.items()
-)
+@pytest.mark.parametrize(("name", "settings"), {"answers": [], "teacher": TAUGHT, "schedule_free": FREE}.items())
 def test_right_answers_teach_sorting(place: Path, name: str, settings: list[str]) -> None:
     """configs/sft_tiny.toml as it is, from a teacher alone, or with another optimizer, and what it has learned by greedy decoding of the validation words."""
     run = learned(place, "sft_tiny.toml", name, 96, *settings)
@@ -256,6 +254,46 @@ def test_a_teacher_teaches_sorting(place: Path, name: str, settings: list[str]) 
     print(f"{name}: {before:.3f} -> {after:.3f}")
     assert before < 0.5
     assert after >= 0.95
+
+
+@pytest.mark.slow
+def test_a_teacher_with_another_tokenizer_teaches_sorting(place: Path) -> None:
+    """It has tokens of two letters, other ids and another end of a text, and has itself learned from right answers, from random weights."""
+    begun = place / "other_tokens"
+    write_other_tokens(begun)
+    own = [f"trainer.policy.model.path={begun}", "trainer.epochs=6"]
+    teacher = learned(place, "sft_tiny.toml", "teacher", 192, *own)
+    path, role = QUICKSTART.with_name("distillation_tiny.toml"), "trainer.distillation"
+    settings = [f"{role}.cross_tokenizer=true", f"{role}.model_path={teacher.export(192)}", "trainer.run_name=cross"]
+    done = hpcrl("submit", str(path), "--local", "--follow", *settings, cwd=place, timeout=1800)
+    run = Run(place / "runs" / "distillation" / "cross")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = (eval_score(run, version) for version in (0, STEPS))
+    print(f"cross_tokenizer: {before:.3f} -> {after:.3f}")
+    assert before < 0.5
+    assert after >= 0.9
+
+
+def write_other_tokens(path: Path) -> None:
+    """Write a model with random weights, whose tokens are not the quickstart's."""
+    made = runpy.run_path(str(QUICKSTART.parent / "quickstart" / "make.py"))
+    letters, end = made["ALPHABET"], "<|stop|>"
+    pairs = [(one, other) for one, other in pairwise(letters) if letters.index(one) % 2 == 0]
+    tokens = [made["PAD"], *made["ROLES"], *reversed(letters), *map("".join, pairs), end]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=pairs,
+        unk_token=None,
+        pad_token=made["PAD"],
+        eos_token=end,
+        extra_special_tokens=made["ROLES"],
+        chat_template=made["TEMPLATE"].replace(made["END"], end),
+        model_max_length=256,
+    )
+    tokenizer.add_tokens([AddedToken(made["INSTRUCTION"], normalized=False)])
+    torch.manual_seed(0)
+    made["make_model"](tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 @pytest.mark.slow

@@ -336,8 +336,8 @@ def schedule_free(config: ConfigTree) -> Iterator[Problem]:
         for path in (path for path, name in names.items() if name == free):
             yield Problem(
                 f"{path}.name",
-                "engines generate with the weights in training, whose log-probabilities are compared, and would evaluate them too: the average "
-                'that is exported would be seen by none; expected AdamW, Adam or Muon with trainer.mode="rl"',
+                "engines generate and evaluate with the weights in training, and nothing would use the average that is exported; expected AdamW, "
+                'Adam or Muon with trainer.mode="rl"',
             )
         return
     path, section = "trainer.policy.optimizer_config", trainer.policy

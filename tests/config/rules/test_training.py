@@ -140,7 +140,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.name": "Muon", f"{FSDP}.cpu_offload": True}, f"{OPTIMIZER}.name", "computed on CPUs",
         {f"{OPTIMIZER}.name": "Muon"},
     ),
-    (FREE, f"{OPTIMIZER}.name", "the average that is exported would be seen by none", OFFLINE),
+    (FREE, f"{OPTIMIZER}.name", "nothing would use the average that is exported", OFFLINE),
     (
         {**CRITIC_MODEL, "trainer.critic.optimizer_config.name": "ScheduleFreeAdamW"}, "trainer.critic.optimizer_config.name",
         "expected AdamW, Adam or Muon", {**CRITIC_MODEL, "trainer.critic.optimizer_config.name": "Muon"},
