@@ -138,7 +138,7 @@ class Learner:
                 rate = self._trainer.distillation.self_teacher.ema_rate
                 self.policy.reset_reference(fresh_optimizer=False, rate=rate)
         elif self._trainer.resets_reference(step, steps_per_epoch):
-            with timer("update_ref_with_policy"), self.policy.evaluated():
+            with timer("update_ref_with_policy"):
                 self.policy.reset_reference(fresh_optimizer=self._trainer.algorithm.resets_optimizer)
 
     def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:

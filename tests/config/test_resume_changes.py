@@ -104,6 +104,17 @@ def test_an_optimizer_goes_on_with_moments_of_its_kind(name: str, kind: str) -> 
     assert [change.kind for change in changes_from_path(old, new)] == ([kind] if kind == "refused" else [])
 
 
+@pytest.mark.parametrize(
+    ("betas", "kind"), [([0.8, 0.999], "refused"), ([0.9, 0.99], "warning")], ids=["average", "moment"]
+)
+def test_an_average_of_weights_goes_on_with_its_share(betas: list[float], kind: str) -> None:
+    """A checkpoint has the weights in training, and others of which the average follows by the first rate."""
+    section = "trainer__policy__optimizer_config"
+    offline = {"trainer__mode": "sft", "trainer__max_length": 8, f"{section}__name": "ScheduleFreeAdamW"}
+    found = changes(config(**offline), config(**offline, **{f"{section}__adam_betas": betas}))
+    assert [change.kind for change in found] == [kind]
+
+
 def test_changes_name_the_setting_both_values_and_the_reason() -> None:
     old = config(slurm__extra={"nice": 1})
     new = config(trainer__max_steps=4, slurm__extra={"nice": 2}, trainer__seed=7)

@@ -431,14 +431,15 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
 
     def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         free_gathered(self._model)
-        if self._reference_is_base:
-            for name, value in self._trained().items():
-                held = local(self._reference_values[name])
-                held.lerp_(local(value).to(held.device), rate)  # the policy may be in host memory
-        else:
-            assert self._reference is not None, "this engine was made without a reference"
-            free_gathered(self._reference)
-            copy_parameters(self._model, self._reference, rate)
+        with self.evaluated():
+            if self._reference_is_base:
+                for name, value in self._trained().items():
+                    held = local(self._reference_values[name])
+                    held.lerp_(local(value).to(held.device), rate)  # the policy may be in host memory
+            else:
+                assert self._reference is not None, "this engine was made without a reference"
+                free_gathered(self._reference)
+                copy_parameters(self._model, self._reference, rate)
         self._reference_moved = True
         if fresh_optimizer:
             forget_moments(self._optimizer)
