@@ -261,11 +261,11 @@ def test_a_teacher_with_another_tokenizer_teaches_sorting(place: Path) -> None:
     """It has tokens of two letters, other ids and another end of a text, and has itself learned from right answers, from random weights."""
     begun = place / "other_tokens"
     write_other_tokens(begun)
-    own = [f"trainer.policy.model.path={begun}", "trainer.epochs=6"]
-    teacher = learned(place, "sft_tiny.toml", "teacher", 192, *own)
+    own = [f"trainer.policy.model.path={begun}", "trainer.epochs=9"]
+    teacher = learned(place, "sft_tiny.toml", "teacher", 288, *own)
     path, role = QUICKSTART.with_name("distillation_tiny.toml"), "trainer.distillation"
-    settings = [f"{role}.cross_tokenizer=true", f"{role}.model_path={teacher.export(192)}", "trainer.run_name=cross"]
-    done = hpcrl("submit", str(path), "--local", "--follow", *settings, cwd=place, timeout=1800)
+    settings = [f"{role}.cross_tokenizer=true", f"{role}.model_path={teacher.export(288)}", "trainer.run_name=cross"]
+    done = hpcrl("submit", str(path), "--local", "--follow", *settings, cwd=place, timeout=3600)
     run = Run(place / "runs" / "distillation" / "cross")
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = (eval_score(run, version) for version in (0, STEPS))
@@ -354,7 +354,7 @@ def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> 
     """Return a run of an experiment that learns from a dataset, which was trained to its end and exported there."""
     ours = [f"trainer.run_name={name}", f"trainer.hf_save_interval={steps}"]
     path = QUICKSTART.with_name(config)
-    done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
+    done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     return Run.open(place / "runs" / Path(config).stem.removesuffix("_tiny") / name)
 
