@@ -33,6 +33,10 @@ _OF_EXPERTS = Effect(
     "refused", "with target_parameters Megatron-core has an adapter for each expert, and FSDP2 one for all", "refused"
 )
 _SHARED = Effect("refused", "with lora_type=lora layers share adapters, which FSDP2 has one by one", "refused")
+_BETAS = "trainer.policy.optimizer_config.adam_betas"
+_OF_AVERAGE = Effect(
+    "refused", "checkpoints hold the average of ScheduleFreeAdamW mixed by the first of them", "refused"
+)
 _YOURS = Effect("warning", "a setting of your own config_class, whose effect hpcrl does not know")
 
 
@@ -52,8 +56,11 @@ def _effects() -> dict[str, Effect]:
 def _effect_between(difference: Difference, old: Config, new: Config) -> Effect:
     path = difference.path
     effect = effect_of(path) or _YOURS
-    if effect is OTHER_MOMENTS and "Muon" not in (difference.left, difference.right):
+    if effect is OTHER_MOMENTS and {difference.left, difference.right} <= {"AdamW", "Adam"}:
         return UPDATES  # AdamW and Adam have the same moments
+    free = new.trainer.policy.optimizer_config.name == "ScheduleFreeAdamW"
+    if free and path == _BETAS and difference.left[0] != difference.right[0]:
+        return _OF_AVERAGE
     one, other = sorted((old.trainer, new.trainer), key=lambda trainer: trainer.strategy)
     if one.strategy == other.strategy:
         return effect

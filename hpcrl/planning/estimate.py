@@ -105,6 +105,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
             twice=twice,
             moments=section.optimizer_config.moments,
             muon=section.optimizer_config.name == "Muon",
+            schedule_free=section.optimizer_config.name == "ScheduleFreeAdamW",
         )
         if copy < ranks:  # each copy adds its gradients up in the type of the reduction
             wider = max(1, BYTES[precision.reduce_dtype] // BYTES[dtype])

@@ -22,6 +22,7 @@ _MOMENTS = 2  # of Adam; one of what Muon moves
 _OUTER, _LAYER = ("embed", "lm_head", "score", "conv", "_table"), re.compile(r"(^|\.)\d+\.")
 _BLOCK, _LEAST_8BIT, _CODES = 256, 4096, 256  # of torchao's moments of 8 bits
 _STEP = 4  # Adam counts the steps of each parameter in a float32
+_WEIGHT_SUM = 8  # and schedule-free AdamW sums the weights of its average in a float64
 _LOGIT_COPIES = 5  # float32 or logprob_dtype [rows, V] at a time: logits, log-probabilities, their exponentials, products, a gradient
 
 
@@ -144,6 +145,7 @@ def fsdp_state(
     twice: bool = False,
     moments: str | None = None,
     muon: bool = False,
+    schedule_free: bool = False,
 ) -> Need:
     """Return the bytes of a model's state with FSDP2 on a rank; gradients between backward and step only.
 
@@ -155,6 +157,7 @@ def fsdp_state(
         twice: whether what is trained is there once more, as it is in the reference.
         moments: optimizer_config.moments.
         muon: whether Muon moves matrices.
+        schedule_free: whether schedule-free AdamW moves all, which keeps a second set of weights in the place of a moment.
     """
     size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
     of_each = [weight.on(ranks, index) for weight in trained]
@@ -165,7 +168,7 @@ def fsdp_state(
         weights=(1 + twice) * size * held + BYTES[frozen_dtype or dtype] * frozen,
         gradients=size * held,
         optimizer=_MOMENTS * sum(_moment(count, size, moments) for count in of_adam)
-        + _STEP * len(of_adam)
+        + (_STEP + _WEIGHT_SUM * schedule_free) * len(of_adam)
         + size * (held - sum(of_adam)),
     )
 

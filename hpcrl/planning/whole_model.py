@@ -33,6 +33,7 @@ def memory_of_parameters(config: Config, model: Any, copies: int) -> tuple[str, 
         frozen_dtype=frozen,
         moments=optimizer.moments,
         muon=optimizer.name == "Muon",
+        schedule_free=optimizer.name == "ScheduleFreeAdamW",
     )
     kept = copies * trained * BYTES[precision.master_dtype] // ranks
     parts = {"weights": need.weights + kept, "gradients and optimizer": need.gradients + need.optimizer}

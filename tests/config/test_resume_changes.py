@@ -96,11 +96,23 @@ def test_another_backend_goes_on_where_it_can(back: bool) -> None:
     assert kinds("canonical_lora", 4, **experts)["strategy"] == "refused"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Adam", "warning"), ("Muon", "refused")])
+@pytest.mark.parametrize(("name", "kind"), [("Adam", "warning"), ("Muon", "refused"), ("ScheduleFreeAdamW", "refused")])
 def test_an_optimizer_goes_on_with_moments_of_its_kind(name: str, kind: str) -> None:
-    new = config(trainer__policy__optimizer_config__name=name)
-    assert [change.kind for change in changes(config(), new)] == [kind]
-    assert [change.kind for change in changes_from_path(config(), new)] == ([kind] if kind == "refused" else [])
+    offline = {"trainer__mode": "sft", "trainer__max_length": 8} if name == "ScheduleFreeAdamW" else {}
+    old, new = (config(**offline, **more) for more in ({}, {"trainer__policy__optimizer_config__name": name}))
+    assert [change.kind for change in changes(old, new)] == [kind]
+    assert [change.kind for change in changes_from_path(old, new)] == ([kind] if kind == "refused" else [])
+
+
+@pytest.mark.parametrize(
+    ("betas", "kind"), [([0.8, 0.999], "refused"), ([0.9, 0.99], "warning")], ids=["average", "moment"]
+)
+def test_an_average_of_weights_goes_on_with_its_share(betas: list[float], kind: str) -> None:
+    """A checkpoint has the weights in training, and others of which the average follows by the first rate."""
+    section = "trainer__policy__optimizer_config"
+    offline = {"trainer__mode": "sft", "trainer__max_length": 8, f"{section}__name": "ScheduleFreeAdamW"}
+    found = changes(config(**offline), config(**offline, **{f"{section}__adam_betas": betas}))
+    assert [change.kind for change in found] == [kind]
 
 
 def test_changes_name_the_setting_both_values_and_the_reason() -> None:

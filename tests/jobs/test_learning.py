@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+import torch
+from tokenizers import AddedToken
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Tokenizer
 
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
+from tests.jobs.test_supervised import FREE
 from tests.paths import QUICKSTART
 
 STEPS = 30
@@ -63,6 +67,17 @@ FAMILIES = {
         "trainer.policy.model.lora.rank=64",
         "trainer.policy.model.lora.alpha=64",
         "trainer.policy.optimizer_config.lr=1e-3",
+    ],
+    "online_dpo": [
+        f"{ALGORITHM}advantage_estimator=online_dpo",
+        f"{ALGORITHM}policy_loss_type=gpg",
+        f"{ALGORITHM}loss_reduction=seq_mean_token_sum",
+        f"{ALGORITHM}use_kl_in_reward=true",
+        f"{ALGORITHM}kl_estimator_type=k1",
+        f"{ALGORITHM}kl_loss_coef=0.1",
+        "trainer.policy_mini_batch_size=64",
+        "trainer.policy.optimizer_config.lr=5e-4",
+        NO_REFERENCE,
     ],
     "shared_prefixes": ["trainer.shared_prefixes=true", "trainer.max_tokens_per_micro_batch=512"],
     "self_distillation": [
@@ -113,20 +128,22 @@ def test_stale_samples_teach_what_fresh_ones_do(place: Path, engine: str) -> Non
     assert found[2] >= found[0] - 0.05
 
 
+TAUGHT = [
+    *FORWARD_KL,
+    "trainer.distillation.enable=true",
+    f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'teacher'}",
+    "trainer.distillation.loss_weight=1",
+    "trainer.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("taught", [False, True])
-def test_right_answers_teach_sorting(place: Path, taught: bool) -> None:
-    """configs/sft_tiny.toml as it is, or from a teacher alone, and what it has learned by greedy decoding of the validation words."""
-    teacher = [
-        *FORWARD_KL,
-        "trainer.distillation.enable=true",
-        f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'teacher'}",
-        "trainer.distillation.loss_weight=1",
-        "trainer.ref.fsdp_config.mixed_precision.param_dtype=fp32",
-    ]
-    run = learned(place, "sft_tiny.toml", "sft", 96, *(teacher if taught else []))
+@pytest.mark.parametrize(("name", "settings"), {"answers": [], "teacher": TAUGHT, "schedule_free": FREE}.items())
+def test_right_answers_teach_sorting(place: Path, name: str, settings: list[str]) -> None:
+    """configs/sft_tiny.toml as it is, from a teacher alone, or with another optimizer, and what it has learned by greedy decoding of the validation words."""
+    run = learned(place, "sft_tiny.toml", name, 96, *settings)
     losses = curve(run, "eval/all/loss")
-    print(f"validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
+    print(f"{name}: validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
     assert losses[0] > 0.3
     assert losses[96] < 0.01
     assert greedy_score(run, 96) >= 0.95
@@ -163,6 +180,18 @@ def test_pairs_teach_sorting(place: Path, name: str, settings: list[str]) -> Non
     assert losses[0] > 0.9
     assert losses[93] < 0.2
     assert accuracies[93] >= 0.99
+    assert score >= 0.95
+
+
+@pytest.mark.slow
+def test_answers_with_labels_teach_sorting(place: Path) -> None:
+    """configs/kto_tiny.toml as it is, and what it has learned by greedy decoding of the validation words."""
+    run = learned(place, "kto_tiny.toml", "kto", 93)
+    losses, margins = (curve(run, f"eval/all/{metric}") for metric in ("loss", "rewards/margins"))
+    score = greedy_score(run, 93)
+    print(f"kto: validation loss {losses[0]:.3f} -> {losses[93]:.4f}, margin {margins[93]:.2f}, greedy {score:.3f}")
+    assert losses[0] == pytest.approx(0.5, abs=1e-5), "the policy is still the reference"
+    assert losses[93] < 0.3
     assert score >= 0.95
 
 
@@ -228,6 +257,46 @@ def test_a_teacher_teaches_sorting(place: Path, name: str, settings: list[str]) 
 
 
 @pytest.mark.slow
+def test_a_teacher_with_another_tokenizer_teaches_sorting(place: Path) -> None:
+    """It has tokens of two letters, other ids and another end of a text, and has itself learned from right answers, from random weights."""
+    begun = place / "other_tokens"
+    write_other_tokens(begun)
+    own = [f"trainer.policy.model.path={begun}", "trainer.epochs=9"]
+    teacher = learned(place, "sft_tiny.toml", "teacher", 288, *own)
+    path, role = QUICKSTART.with_name("distillation_tiny.toml"), "trainer.distillation"
+    settings = [f"{role}.cross_tokenizer=true", f"{role}.model_path={teacher.export(288)}", "trainer.run_name=cross"]
+    done = hpcrl("submit", str(path), "--local", "--follow", *settings, cwd=place, timeout=3600)
+    run = Run(place / "runs" / "distillation" / "cross")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = (eval_score(run, version) for version in (0, STEPS))
+    print(f"cross_tokenizer: {before:.3f} -> {after:.3f}")
+    assert before < 0.5
+    assert after >= 0.9
+
+
+def write_other_tokens(path: Path) -> None:
+    """Write a model with random weights, whose tokens are not the quickstart's."""
+    made = runpy.run_path(str(QUICKSTART.parent / "quickstart" / "make.py"))
+    letters, end = made["ALPHABET"], "<|stop|>"
+    pairs = [(one, other) for one, other in pairwise(letters) if letters.index(one) % 2 == 0]
+    tokens = [made["PAD"], *made["ROLES"], *reversed(letters), *map("".join, pairs), end]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=pairs,
+        unk_token=None,
+        pad_token=made["PAD"],
+        eos_token=end,
+        extra_special_tokens=made["ROLES"],
+        chat_template=made["TEMPLATE"].replace(made["END"], end),
+        model_max_length=256,
+    )
+    tokenizer.add_tokens([AddedToken(made["INSTRUCTION"], normalized=False)])
+    torch.manual_seed(0)
+    made["make_model"](tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "engine"),
     [
@@ -285,7 +354,7 @@ def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> 
     """Return a run of an experiment that learns from a dataset, which was trained to its end and exported there."""
     ours = [f"trainer.run_name={name}", f"trainer.hf_save_interval={steps}"]
     path = QUICKSTART.with_name(config)
-    done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
+    done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
     return Run.open(place / "runs" / Path(config).stem.removesuffix("_tiny") / name)
 

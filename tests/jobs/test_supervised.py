@@ -24,6 +24,10 @@ SCORED = [
     "generator.sampling_params.max_generate_length=8",
     "trainer.max_prompt_length=16",
 ]
+FREE = [
+    "trainer.policy.optimizer_config.name=ScheduleFreeAdamW",
+    "trainer.policy.optimizer_config.scheduler=constant_with_warmup",
+]
 MEGATRON = [
     "trainer.strategy=megatron",
     "trainer.policy.fsdp_config=default",
@@ -115,11 +119,15 @@ def test_what_is_learned_is_evaluated_by_generating(place: Path) -> None:
 
 
 @pytest.mark.faults_slow
-@pytest.mark.parametrize("backend", [[], MEGATRON], ids=["fsdp2", "megatron"])
+@pytest.mark.parametrize(
+    ("own", "backend"), [([], []), ([], MEGATRON), (FREE, [])], ids=["fsdp2", "megatron", "schedule_free"]
+)
 def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows(
-    place: Path, backend: list[str]
+    place: Path, own: list[str], backend: list[str]
 ) -> None:
+    """With schedule-free AdamW the loss of validation sets is that of other weights than those in training."""
     settings = [
+        *own,
         "trainer.epochs=3",
         "trainer.ckpt_interval=2",
         "trainer.eval_interval=3",

@@ -21,6 +21,7 @@ from hpcrl.rundir.commit import committed, verify
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit
+from hpcrl.trainer.critic.ranks import RemoteModel
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.build import critic_source
 from hpcrl.trainer.packing import pack
@@ -153,6 +154,11 @@ def true(results: Path, model_path: Path, name: str) -> Truth:
 def of_samples(results: Path, name: str, kind: str) -> dict[str, torch.Tensor]:
     files = sorted(results.glob(f"{name}.{kind}.*.safetensors"))
     return {key.removeprefix(f"{kind}."): value for file in files for key, value in load_file(file).items()}
+
+
+def test_a_policy_on_other_ranks_has_a_reference_that_follows_it_slowly() -> None:
+    """Ranks of the critic alone call what those of the policy do, such as for a teacher that is an average."""
+    RemoteModel().reset_reference(fresh_optimizer=False, rate=0.05)
 
 
 @pytest.mark.parametrize("name", [*EXACT, "one step", "two epochs"])

@@ -325,6 +325,47 @@ def muon(config: ConfigTree) -> Iterator[Problem]:
             )
 
 
+def schedule_free(config: ConfigTree) -> Iterator[Problem]:
+    """Check what schedule-free AdamW goes together with."""
+    trainer, free = config.trainer, "ScheduleFreeAdamW"
+    names = {
+        "trainer.policy.optimizer_config": trainer.policy.optimizer_config.name,
+        "trainer.critic.optimizer_config": trainer.critic.optimizer_config.name,
+    }
+    if trainer.mode == "rl":
+        for path in (path for path, name in names.items() if name == free):
+            yield Problem(
+                f"{path}.name",
+                "engines generate and evaluate with the weights in training, and nothing would use the average that is exported; expected AdamW, "
+                'Adam or Muon with trainer.mode="rl"',
+            )
+        return
+    path, section = "trainer.policy.optimizer_config", trainer.policy
+    own = section.optimizer_config
+    if own.name != free:
+        return
+    if trainer.strategy == "megatron":
+        yield Problem(
+            f"{path}.name", "Megatron-core has no such optimizer; expected AdamW or Adam, or trainer.strategy=fsdp2"
+        )
+    if own.scheduler != "constant_with_warmup":
+        yield Problem(f"{path}.scheduler", f"the average of {free} takes its place; leave it out")
+    if own.moments is not None:
+        yield Problem(
+            f"{path}.moments", f"{own.moments} moments are Adam's, and {free} keeps weights beside one; leave it out"
+        )
+    if own.adam_betas[:1] == [0]:
+        yield Problem(
+            f"{path}.adam_betas",
+            f"expected a first number above 0 with {free}: the share of the average in the trained weights",
+        )
+    if section.fsdp_config.mixed_precision.master_dtype != "fp32":
+        yield Problem(
+            "trainer.policy.fsdp_config.mixed_precision.master_dtype",
+            f"expected fp32 with {free}: an average moves by less than bf16 keeps",
+        )
+
+
 def moments(config: ConfigTree) -> Iterator[Problem]:
     for name in ("policy", "critic"):
         path = f"trainer.{name}.optimizer_config"

@@ -87,7 +87,12 @@ def adapters_of_pipelines(config: ConfigTree) -> Iterator[Problem]:
     trainer, diffusers = config.trainer, config.trainer.policy.diffusers
     if not trainer.policy.diffusers.enable:
         return
-    lora = trainer.policy.model.lora
+    lora, optimizer = trainer.policy.model.lora, trainer.policy.optimizer_config.name
+    if diffusers.ema.enable and optimizer == "ScheduleFreeAdamW":
+        yield Problem(
+            f"{_SECTION}.ema.enable",
+            f"{optimizer} has an average of its own, which is evaluated; leave one of them out",
+        )
     if lora.rank:
         unlike = {
             "init_method": lora.begins_from_weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -205,6 +206,13 @@ class PolicyEngine(ModelEngine, Protocol):
 
     def end_batch(self, step: int) -> None:
         """Update state that follows batches, after all optimizer steps of the batch of `step`."""
+        ...
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Compute with the weights that are evaluated and exported within the `with` statement, where they are not those in training.
+
+        It is for whole statements, not for one inside another. What follows has the weights in training again, bit by bit.
+        """
         ...
 
 

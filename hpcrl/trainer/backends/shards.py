@@ -1,7 +1,8 @@
 """Checkpoint format of all backends: whole tensors under transformers' names, each rank writing and reading its shards.
 
     model.model.<name>                       weights, under the names of transformers' model in memory (PEFT's, for adapters)
-    optimizer.state.model.<name>.<moment>    of what is trained: exp_avg, exp_avg_sq and step; momentum_buffer of what Muon moves
+    optimizer.state.model.<name>.<moment>    of what is trained: exp_avg, exp_avg_sq and step; momentum_buffer of what Muon moves;
+                                             z and weight_sum for exp_avg with schedule-free AdamW
     updates                                  optimizer steps done
 
 So any backend, on any number of ranks, resumes from another's checkpoint. torch.distributed.checkpoint writes and reads the files.

@@ -128,5 +128,5 @@ class RemoteModel:
     def skip(self) -> None:
         pass
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         pass

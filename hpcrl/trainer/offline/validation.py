@@ -76,7 +76,8 @@ class Validation:
             Stopping: the run is to stop; the next attempt evaluates the step.
         """
         before = partial(consensus, "validate.micro_batch")
-        sets = {name: self.sums(policy, parts, before) for name, parts in self._sets().items()}
+        with policy.evaluated():
+            sets = {name: self.sums(policy, parts, before) for name, parts in self._sets().items()}
         if not sets:  # it is evaluated by generating alone
             return {}
         sets[ALL] = _added(sets.values())

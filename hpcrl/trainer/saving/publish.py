@@ -134,11 +134,12 @@ class Publisher:
         if self._world.rank0_broadcast(lambda: committed_by(target)) == self._attempt:
             return {}
         began = time.monotonic()
-        adapter, probe = engine.sampling_adapter() if self._adapters else None, self._probe(engine)
-        if adapter:
-            size = self._write_adapter(adapter.scaled(self._dtype), target, probe, version)
-        else:
-            size = self._write_version(engine, target, probe, version)
+        with engine.evaluated():
+            adapter, probe = engine.sampling_adapter() if self._adapters else None, self._probe(engine)
+            if adapter:
+                size = self._write_adapter(adapter.scaled(self._dtype), target, probe, version)
+            else:
+                size = self._write_version(engine, target, probe, version)
         return {"timing/publish_weights": time.monotonic() - began, "throughput/published_gib": size / 2**30}
 
     def _probe(self, engine: PolicyEngine) -> Probe | None:
@@ -216,15 +217,16 @@ class Publisher:
         name = self._world.rank0_broadcast(lambda: str(engine.source.export_dtype()).removeprefix("torch."))
         dtype = DTYPES[name]
         if self._world.rank0_broadcast(lambda: committed_by(place)) != self._attempt:
-            adapter, rank = engine.adapter(), self._world.rank
-            self._write(
-                engine,
-                place,
-                lambda directory, plan: ShardWriter(directory, plan, rank),
-                lambda tensors: {"step": step, **weight_facts(tensors, None)},
-                dtype,
-                complete,
-            )
+            with engine.evaluated():
+                adapter, rank = engine.adapter(), self._world.rank
+                self._write(
+                    engine,
+                    place,
+                    lambda directory, plan: ShardWriter(directory, plan, rank),
+                    lambda tensors: {"step": step, **weight_facts(tensors, None)},
+                    dtype,
+                    complete,
+                )
         return place
 
     def misses_export(self, start: Path | None) -> bool:

@@ -20,6 +20,9 @@ FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", 
 FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
 CRITIC, CRITIC_MODEL = "trainer.critic.fsdp_config", {"trainer.critic.model.path": "c"}
 MEGATRON = {"trainer.strategy": "megatron", "trainer.algorithm.use_kl_loss": False}
+FREE = {f"{OPTIMIZER}.name": "ScheduleFreeAdamW"}
+OFFLINE = {**FREE, "trainer.mode": "sft", "trainer.max_length": 64}
+MASTER = f"{FSDP}.mixed_precision.master_dtype"
 KWARGS = "trainer.policy.megatron_config.transformer_config_kwargs"
 LIGER = "trainer.policy.enable_liger_kernel"
 LOW, FP8 = "trainer.policy.low_precision", "trainer.policy.low_precision.fp8"
@@ -137,6 +140,22 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.name": "Muon", f"{FSDP}.cpu_offload": True}, f"{OPTIMIZER}.name", "computed on CPUs",
         {f"{OPTIMIZER}.name": "Muon"},
     ),
+    (FREE, f"{OPTIMIZER}.name", "nothing would use the average that is exported", OFFLINE),
+    (
+        {**CRITIC_MODEL, "trainer.critic.optimizer_config.name": "ScheduleFreeAdamW"}, "trainer.critic.optimizer_config.name",
+        "expected AdamW, Adam or Muon", {**CRITIC_MODEL, "trainer.critic.optimizer_config.name": "Muon"},
+    ),
+    ({**OFFLINE, "trainer.strategy": "megatron"}, f"{OPTIMIZER}.name", "Megatron-core has no such optimizer", OFFLINE),
+    (
+        {**OFFLINE, f"{OPTIMIZER}.scheduler": "cosine"}, f"{OPTIMIZER}.scheduler", "the average of ScheduleFreeAdamW takes its place",
+        {**OFFLINE, f"{OPTIMIZER}.num_warmup_steps": 3},
+    ),
+    ({**OFFLINE, f"{OPTIMIZER}.moments": "8bit"}, f"{OPTIMIZER}.moments", "keeps weights beside one", OFFLINE),
+    (
+        {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.0, 0.99]}, f"{OPTIMIZER}.adam_betas", "a first number above 0",
+        {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.1, 0.99]},
+    ),
+    ({**OFFLINE, MASTER: "bf16"}, MASTER, "an average moves by less than bf16 keeps", {**OFFLINE, MASTER: "fp32"}),
     (
         {f"{OPTIMIZER}.moments": "8bit", f"{FSDP}.cpu_offload": True}, f"{OPTIMIZER}.moments", "leave one of them out",
         {f"{OPTIMIZER}.moments": "8bit"},

@@ -33,6 +33,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     own_state,
 )
 from hpcrl.trainer.backends.fsdp.optimizer import LossScale, make_optimizer, make_step, numbers, set_numbers
+from hpcrl.trainer.backends.fsdp.schedule_free import ScheduleFreeAdamW
 from hpcrl.trainer.backends.fsdp.sharding import accumulated, copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
@@ -199,6 +200,8 @@ class FsdpEngine(Generic[Model]):
 
     def restore_weights(self, directory: Path) -> None:
         read({"model": self._saved()}, directory, self._world)
+        if isinstance(self._optimizer, ScheduleFreeAdamW):  # of which what is evaluated and exported is made
+            read({"optimizer": self._state()["optimizer"]}, directory, self._world)
 
     def _states(self) -> dict[str, dict[str, Any]]:
         return {"": self._state()}
@@ -300,6 +303,16 @@ class FsdpExported(FsdpEngine[Model]):
 
     def end_batch(self, step: int) -> None:
         pass
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ScheduleFreeAdamW):
+            yield
+            return
+        trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+        with self._holding({name: optimizer.average(each) for name, each in trained.items()}):
+            yield
 
     def sampling_adapter(self) -> Adapter | None:
         return self.adapter()
@@ -418,14 +431,15 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
 
     def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         free_gathered(self._model)
-        if self._reference_is_base:
-            for name, value in self._trained().items():
-                held = local(self._reference_values[name])
-                held.lerp_(local(value).to(held.device), rate)  # the policy may be in host memory
-        else:
-            assert self._reference is not None, "this engine was made without a reference"
-            free_gathered(self._reference)
-            copy_parameters(self._model, self._reference, rate)
+        with self.evaluated():
+            if self._reference_is_base:
+                for name, value in self._trained().items():
+                    held = local(self._reference_values[name])
+                    held.lerp_(local(value).to(held.device), rate)  # the policy may be in host memory
+            else:
+                assert self._reference is not None, "this engine was made without a reference"
+                free_gathered(self._reference)
+                copy_parameters(self._model, self._reference, rate)
         self._reference_moved = True
         if fresh_optimizer:
             forget_moments(self._optimizer)

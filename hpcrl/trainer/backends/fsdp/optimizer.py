@@ -1,4 +1,4 @@
-"""Adam and Muon by the configuration, and loss scaling for float16."""
+"""Adam, Muon and schedule-free AdamW by the configuration, and loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.trainer.backends.fsdp.muon import Muon, matrices_of
+from hpcrl.trainer.backends.fsdp.schedule_free import ScheduleFreeAdamW
 from hpcrl.trainer.backends.fsdp.sharding import local
 from hpcrl.trainer.models.parameter_groups import ParameterGroup, parameter_groups
 
@@ -23,6 +24,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig, role: str = "tra
     """Return the optimizer of a model's trained parameters; role and errors as of `parameter_groups`."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     groups = parameter_groups(trained, settings, role)
+    if settings.name == "ScheduleFreeAdamW":
+        share, second = settings.adam_betas
+        return ScheduleFreeAdamW(_groups(groups, trained), settings.lr, (share, second), settings.eps)
     if settings.name != "Muon":
         return make_adam(_groups(groups, trained), settings)
     matrices = matrices_of(model)
@@ -86,7 +90,7 @@ def _zero(_func: object, _types: object, args: tuple[Any, ...], _kwargs: object)
 
 def make_step(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Make an optimizer step with this learning rate."""
-    own = isinstance(optimizer, torch.optim.Adam | Muon)
+    own = isinstance(optimizer, torch.optim.Adam | Muon | ScheduleFreeAdamW)
     for group in optimizer.param_groups:
         of_group = lr * group["lr_factor"]
         group["lr"] = of_group if own else group["lr"].fill_(of_group)

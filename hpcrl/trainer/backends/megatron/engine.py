@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -209,6 +209,9 @@ class MegatronExported(MegatronEngine[Model]):
 
     def end_batch(self, step: int) -> None:
         pass
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sampling_adapter(self) -> Adapter | None:
         return self.adapter()

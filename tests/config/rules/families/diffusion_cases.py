@@ -8,6 +8,7 @@ from tests.config.rules.skyrl_cases import ALGORITHM, DIFFUSERS, ENGINE, LORA, N
 
 BACKEND = f"{ENGINE}.backend"
 SAMPLE = f"{DIFFUSERS}.sample"
+FREE = "trainer.policy.optimizer_config.name"
 PICTURES: dict[str, Any] = {
     f"{DIFFUSERS}.enable": True,
     f"{DIFFUSERS}.dtype": "float32",
@@ -45,6 +46,12 @@ OF_PICTURES = [
         "pairs are answers of language models",
         {**LEARNED, "trainer.mode": "dpo"}, "trainer.mode", 'expected "rl" or "sft"',
         LEARNED,
+    ),
+    Case(
+        "one average is evaluated",
+        {**LEARNED, FREE: "ScheduleFreeAdamW", f"{LORA}.rank": 8, f"{DIFFUSERS}.ema.enable": True},
+        f"{DIFFUSERS}.ema.enable", "has an average of its own",
+        {**LEARNED, FREE: "ScheduleFreeAdamW", f"{LORA}.rank": 8},
     ),
     Case(
         "rows of pictures are no conversations",
