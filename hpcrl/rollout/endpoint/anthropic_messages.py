@@ -122,7 +122,7 @@ def message_reply(request: Request, answers: Sequence[SessionAnswer], name: str,
     if answer.shown or not (answer.thought or answer.calls):
         blocks.append(_block("text", answer.shown, name))
     blocks += [_use(answer, name, place) for place in range(len(answer.calls))]
-    usage = {**_input(answer.prompt), "output_tokens": len(answer.said.token_ids)}
+    usage = {**_input(answer.prompt), **_output(answer)}
     return {**_head(request, name), "content": blocks, **_stop(answer), "usage": usage}
 
 
@@ -157,7 +157,7 @@ class MessageEvents(BlockEvents):
         yield self._of_block("content_block_stop")
 
     def _finish(self, answer: SessionAnswer) -> Iterator[bytes]:
-        yield _event("message_delta", delta=_stop(answer), usage={"output_tokens": len(answer.said.token_ids)})
+        yield _event("message_delta", delta=_stop(answer), usage=_output(answer))
         yield _event("message_stop")
 
     def _start(self, content_block: dict[str, Any]) -> bytes:
@@ -189,6 +189,11 @@ def _use(answer: SessionAnswer, name: str, place: int) -> dict[str, Any]:
 
 def _input(prompt: Sequence[int]) -> dict[str, int]:
     return {"input_tokens": len(prompt), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def _output(answer: SessionAnswer) -> dict[str, Any]:
+    details = {"thinking_tokens": answer.thought_tokens}
+    return {"output_tokens": len(answer.said.token_ids), "output_tokens_details": details}
 
 
 def _stop(answer: SessionAnswer) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def response_reply(request: Request, answers: Sequence[SessionAnswer], name: str
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": said,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
             "total_tokens": prompt + said,
         },
     }

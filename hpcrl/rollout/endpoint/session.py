@@ -25,7 +25,7 @@ from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError, RefusedRequestError
 from hpcrl.rollout.endpoint.requests import MOST_OPEN, Declined, Request, session_ended, session_over
-from hpcrl.rollout.endpoint.thoughts import divided
+from hpcrl.rollout.endpoint.thoughts import count_thought, divided
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
 from hpcrl.rollout.transcript import Transcript
@@ -65,6 +65,7 @@ class SessionAnswer:
         text: of the response, tool calls included.
         content, calls: the same as sent to the client.
         thought, shown: the two parts of `content`, as sent to clients of protocols that have a place for thoughts.
+        thought_tokens: of the response, its marks included.
         stopped_by: the request's stop text that ended it, if one did.
         parent: the answer from which the conversation went on.
         asked: messages of the request; or the text that was completed.
@@ -77,6 +78,7 @@ class SessionAnswer:
     calls: list[Call]
     thought: str
     shown: str
+    thought_tokens: int
     stopped_by: str | None
     parent: SessionAnswer | None
     asked: list[dict[str, Any]] | str
@@ -397,9 +399,12 @@ class Session:
         if asked is None:
             asked = request.prompt if isinstance(request.prompt, str) else template.decoded(request.prompt)
         parsed = calls and not first_of_calls(self._tokenizer)  # a response template has taken the thought out
-        thought, shown = ("", content) if parsed else divided(decoder(self._tokenizer), prompt, content)
+        decode, said_ids = decoder(self._tokenizer), said.token_ids
+        said_ids = said_ids[:-1] if template.ends.issuperset(said_ids[-1:]) else said_ids
+        thought, shown = ("", content) if parsed else divided(decode, prompt, content)
+        thoughts = count_thought(decode, prompt, said_ids)
         return SessionAnswer(
-            prompt, said, text, content, calls, thought, shown, stopped_by, parent, asked, request.tools
+            prompt, said, text, content, calls, thought, shown, thoughts, stopped_by, parent, asked, request.tools
         )
 
     def last_text(self) -> str:
