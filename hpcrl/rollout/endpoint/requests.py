@@ -169,8 +169,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """Return a message as chat templates take it, of the fields that the protocol has: content is a text, or with images a list of parts, and
-    arguments of calls are objects."""
+    """Return a message as chat templates take it, of the fields that the protocol has.
+
+    Its content is a text, or with images a list of parts; arguments of calls are objects.
+    """
     role = value.get("role") if isinstance(value, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(f"messages: expected objects with a role, one of {', '.join(_ROLES)}")
