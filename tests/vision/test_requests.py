@@ -146,6 +146,8 @@ def test_images_are_the_same_by_each_protocol() -> None:
     ]
     wanted = [{"role": "user", "content": parts}, {"role": "tool", "tool_call_id": "1", "content": parts}]
     assert [one.messages for one in found] == [wanted] * 3
+    thinks = {"role": "user", "content": [part(PICTURE)], "reasoning_content": "so"}
+    assert chat_request(body(messages=[thinks])).messages == [{"role": "user", "content": parts[:1]}]
     for role in ("assistant", "system"):
         with pytest.raises(BadRequest, match=f"expected images in messages of user and tool, found one of {role}"):
             chat_request(body(messages=[{"role": role, "content": [part(PICTURE)]}]))

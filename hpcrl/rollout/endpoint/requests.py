@@ -186,8 +186,9 @@ def _message(value: Any) -> dict[str, Any]:
         message["content"] = [_part(part) for part in message["content"]]
         if message["role"] not in _SEEING:
             raise BadRequest(f"messages: expected images in messages of {' and '.join(_SEEING)}, found one of {role}")
-    if thought := message.pop("reasoning_content", ""):  # white space beside its marks is in neither, as of `Thoughts`
-        message["content"] = message["content"].lstrip()
+    thought, content = message.pop("reasoning_content", ""), message["content"]
+    if thought and isinstance(content, str):  # white space beside its marks is in neither, as of `Thoughts`
+        message["content"] = content.lstrip()
         message.update({"reasoning_content": thought.strip()} if thought.strip() else {})
     return message
 
