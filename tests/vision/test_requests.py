@@ -75,7 +75,6 @@ def body(**fields: Any) -> bytes:
         (part("/etc/passwd"), "nothing is downloaded"),
         (part("file:///etc/passwd"), "nothing is downloaded"),
         (part("data:video/mp4;base64,AAAA"), "expected an image with its bytes"),
-        (part("data:image/png;base64,\udfff"), "expected an image with its bytes"),
         (part("data:image/png,abc"), "expected data:image/<type>;base64"),
         (part(None), "there are no uploaded files here"),
         ({"type": "image", "image": "/etc/passwd"}, "expected the types text, image_url"),
