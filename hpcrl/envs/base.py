@@ -155,7 +155,11 @@ class AgentEnvironment(Protocol):
 
     @abstractmethod
     def play(self, messages: Messages, endpoint: Endpoint) -> Turn:
-        """Ask the policy at the endpoint; return the reward and the metrics of the sample, as a turn that is done."""
+        """Ask the policy at the endpoint; return the reward and the metrics of the sample, as a turn that is done.
+
+        Args:
+            messages: images are parts {"type": "image_url", …} with data URLs, as requests show them.
+        """
         ...
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.data.vision.messages import with_images
+from hpcrl.data.vision.messages import as_sent, with_images
 from hpcrl.envs.base import AgentEnvironment, Endpoint, Environment, Messages, Turn, finite, state_of, user_code
 from hpcrl.envs.registry import is_agent, make_environment
 from hpcrl.envs.rewards.judged import rewarded_later
@@ -170,9 +170,9 @@ class EnvSession:
         return is_agent(self._environment)
 
     def play(self, messages: Messages, endpoint: Endpoint) -> Answer[Turn]:
-        """Call the environment's `play`, which asks the policy itself, and return its end."""
+        """Call the environment's `play`, which asks the policy itself, and return its end. It gets images as its requests can show them."""
         environment = cast(AgentEnvironment, self._environment)
-        return self._ask(lambda: _checked(environment.play(messages, endpoint)))
+        return self._ask(lambda: _checked(environment.play(as_sent(messages), endpoint)))
 
     def close(self) -> Answer[None] | None:
         """Release what the environment holds; None if there is nothing to wait for. One that is still asked something does so when it is

@@ -116,15 +116,15 @@ class Episode:
     async def say(
         self,
         turn: int,
-        prompt: Sequence[int],
+        prompt: Context,
         limits: Mapping[str, Any] | None = None,
         heard: Heard | None = None,
     ) -> Generation:
         """Return the policy's next response; `limits` override sampling parameters, and `heard` is as of `Engine.generate`."""
         seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
         sampling = {**self.sampling, **(limits or {})}
-        images = self.transcript.images
-        (said,) = await self.cache.generate(self.number, turn, prompt, 1, seed, sampling, heard, images)
+        ids, images = prompt
+        (said,) = await self.cache.generate(self.number, turn, ids, 1, seed, sampling, heard, images)
         return said
 
     @property
@@ -368,7 +368,7 @@ class GroupGenerator:
                 episode.transcripts.append(Transcript(*prompt))
             episode.transcript.follow(prompt)
             try:
-                said = await episode.say(turn, prompt.token_ids)
+                said = await episode.say(turn, prompt)
             except _FAILURES as error:
                 episode.failure = _told(error)
                 return

@@ -155,7 +155,7 @@ def test_text_is_no_image(models: dict[str, Pretrained]) -> None:
     assert IMAGE not in ChatTurns(tokenizer, {}, reader=reader).opening(evil).token_ids
     with pytest.raises(DataError, match="writes 1 placeholders for 0 images"):
         ChatTurns(tokenizer, {}, special_tokens=True, reader=reader).opening(evil)
-    with pytest.raises(DataError, match="the policy sees none"):
+    with pytest.raises(DataError, match="the policy is a model that takes none"):
         ChatTurns(tokenizer, {}).opening(with_images(asks(1)))
 
 

@@ -7,7 +7,7 @@ between two turns, with its token ids in the whole text.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,7 @@ class ChatTurns:
         Raises:
             DataError: the template refuses the messages, or an image cannot be shown to the policy.
         """
-        bare, images = without_images(messages)
+        bare, images = self._bare(messages)
         return self._with_images(self.prompt_ids(bare, tools), images)
 
     def prompt_ids(self, bare: Messages, tools: Tools = ()) -> list[int]:
@@ -99,7 +99,7 @@ class ChatTurns:
 
     def following(self, observations: Messages, tools: Tools = ()) -> Context:
         """Return the template's text between the `ending` of a turn and the next response."""
-        bare, images = without_images(observations)
+        bare, images = self._bare(observations)
         rest = self._template.after(self._cut(bare), tools, prompt=True)
         return self._with_images(encoded(self._tokenizer, rest, behind=self._ending or _BEFORE), images)
 
@@ -163,14 +163,23 @@ class ChatTurns:
     def _cut(self, messages: Messages) -> Messages:
         return uncut_messages(messages) if self._special_tokens else protected(self._template, messages)
 
-    def _with_images(self, token_ids: list[int], images: Sequence[Shown]) -> Context:
-        if self._reader is not None:
-            return self._reader.context(token_ids, images)
-        if images:
+    def count_images(self, messages: Messages) -> Iterator[int]:
+        """Return the tokens of each image and video of messages, of which only headers are read when it is asked for; errors as of `opening`."""
+        _, images = self._bare(messages)
+        if (reader := self._reader) is None:
+            return iter(())
+        return (len(reader.ids(image) if (known := reader.known(image)) is None else known.ids) for image in images)
+
+    def _bare(self, messages: Messages) -> tuple[Messages, list[Shown]]:
+        bare, images = without_images(messages)
+        if images and self._reader is None:  # many templates of text models fail at parts, which says less
             raise DataError(
-                "a message shows an image or a video, and the policy sees none; use a vision-language model"
+                "a message shows an image or a video, and the policy is a model that takes none; use a vision-language model"
             )
-        return Context(token_ids)
+        return bare, images
+
+    def _with_images(self, token_ids: list[int], images: Sequence[Shown]) -> Context:
+        return Context(token_ids) if self._reader is None else self._reader.context(token_ids, images)
 
 
 HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character

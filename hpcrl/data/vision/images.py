@@ -150,6 +150,14 @@ class Frames:
                 yield ImageOps.exif_transpose(found).convert("RGB")
 
 
+def check_pixels(image: str, most: int) -> None:
+    """Refuse an image with more pixels, of which only the header is read; errors as of `opened`."""
+    with _reading(image) as found:
+        width, height = found.size
+    if width * height > most:
+        raise DataError(f"an image of {width} x {height} pixels: expected at most {most:,} pixels; make it smaller")
+
+
 def size_of(image: str) -> tuple[int, int]:
     """Return height and width of an image, of which only the header is read; errors as of `opened`."""
     from PIL import ExifTags

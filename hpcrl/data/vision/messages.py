@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.data.vision.frames import Shown, Video
-from hpcrl.data.vision.images import image_text, state_text
+from hpcrl.data.vision.images import file_of, image_text, state_text
 from hpcrl.errors import DataError
 
 Message = dict[str, Any]
@@ -92,6 +92,23 @@ def _part(part: Any, left: _Left, folder: Path | None) -> dict[str, Any]:
 def has_images(messages: Sequence[Message]) -> bool:
     """Return whether messages, as `with_images` returns them, show any image or video."""
     return any(isinstance(message.get("content"), list) for message in messages)
+
+
+def as_sent(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with images as clients of OpenAI send them; videos, which they cannot show, stay as they are.
+
+    Raises:
+        DataError: the file of one cannot be read.
+    """
+
+    def sent(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": image_text(file_of(part["image"]))}}
+
+    return [
+        {**one, "content": [sent(part) for part in one["content"]]} if has_images([one]) else one for one in messages
+    ]
 
 
 def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Shown]]:

@@ -56,6 +56,7 @@ class Agent(AgentEnvironment):
         self._row = {name: value for name, value in extras.items() if not is_dataclass(value) and name != "sandboxes"}
         given = not self._config.service.url and extras.get("image")
         self._sandbox = AgentSandbox(extras) if given else None
+        self._prompt: Messages = []
         if self._sandbox:
             self._row = {name: value for name, value in self._row.items() if name not in _HIDDEN}
         for name in self._config.reward_function:
@@ -70,6 +71,7 @@ class Agent(AgentEnvironment):
         """
         if self._sandbox:
             self._sandbox.start()
+        self._prompt = messages
         return messages
 
     def play(self, messages: Messages, endpoint: Endpoint) -> Turn:
@@ -115,7 +117,7 @@ class Agent(AgentEnvironment):
             return self._sandbox.judged()
         if exit_code:
             return Turn([], float(ran.code == 0), done=True)
-        return self._judged(row["prompt"], endpoint) if self._config.reward_function else _reward(reward)
+        return self._judged(endpoint) if self._config.reward_function else _reward(reward)
 
     def _shown(self, output: str, endpoint: Endpoint) -> str:
         """Return what a program printed, without the keys of its sample."""
@@ -123,10 +125,10 @@ class Agent(AgentEnvironment):
             output = output.replace(key, "…")
         return output or "it printed nothing"
 
-    def _judged(self, messages: Messages, endpoint: Endpoint) -> Turn:
+    def _judged(self, endpoint: Endpoint) -> Turn:
         weights = self._config.reward_function
         response = Response(
-            text=endpoint.last_text(), ground_truth=truth_of(self._row), messages=messages, extras=self._row
+            text=endpoint.last_text(), ground_truth=truth_of(self._row), messages=self._prompt, extras=self._row
         )
         return WeightedRewards(f"{_SETTING}.reward_function", weights, self._environment)(response)
 

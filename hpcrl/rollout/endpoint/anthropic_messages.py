@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcrl.rollout.endpoint.block_events import Block, BlockEvents
+from hpcrl.rollout.endpoint.images import refused_part
 from hpcrl.rollout.endpoint.replies import arguments_of, event
 from hpcrl.rollout.endpoint.requests import Request, parsed_chat, read_object
 from hpcrl.rollout.endpoint.session import SessionAnswer
@@ -63,7 +64,7 @@ def _chat_messages(message: Any) -> list[_Message]:
         return [message]
     for block in content:
         if not isinstance(block, dict) or block.get("type") not in _READ:
-            raise BadRequest(f"messages: expected blocks of the types {', '.join(_READ)}, found {block!r:.80}")
+            raise refused_part("messages", _READ, block)
     if message.get("role") == "assistant":
         return [_assistant(content)]
     chat = list[_Message]()
@@ -106,10 +107,13 @@ def _part(block: Any) -> dict[str, Any]:
     if kind == "text":
         return {"type": "text", "text": block.get("text")}
     source = block.get("source") if kind == "image" else None
-    if isinstance(source, dict) and source.get("type") in ("base64", "url"):
+    if isinstance(source, dict):
         data = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        return {"type": "image_url", "image_url": {"url": data if source["type"] == "base64" else source.get("url")}}
-    raise BadRequest(f"messages: expected text or an image in base64, found {block!r:.80}")
+        return {
+            "type": "image_url",
+            "image_url": {"url": data if source.get("type") == "base64" else source.get("url")},
+        }
+    raise refused_part("messages", ("text", "image"), block)
 
 
 _READ = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -122,7 +126,7 @@ def message_reply(request: Request, answers: Sequence[SessionAnswer], name: str,
     if answer.shown or not (answer.thought or answer.calls):
         blocks.append(_block("text", answer.shown, name))
     blocks += [_use(answer, name, place) for place in range(len(answer.calls))]
-    usage = {**_input(answer.prompt), "output_tokens": len(answer.said.token_ids)}
+    usage = {**_input(answer.prompt), **_output(answer)}
     return {**_head(request, name), "content": blocks, **_stop(answer), "usage": usage}
 
 
@@ -157,7 +161,7 @@ class MessageEvents(BlockEvents):
         yield self._of_block("content_block_stop")
 
     def _finish(self, answer: SessionAnswer) -> Iterator[bytes]:
-        yield _event("message_delta", delta=_stop(answer), usage={"output_tokens": len(answer.said.token_ids)})
+        yield _event("message_delta", delta=_stop(answer), usage=_output(answer))
         yield _event("message_stop")
 
     def _start(self, content_block: dict[str, Any]) -> bytes:
@@ -189,6 +193,11 @@ def _use(answer: SessionAnswer, name: str, place: int) -> dict[str, Any]:
 
 def _input(prompt: Sequence[int]) -> dict[str, int]:
     return {"input_tokens": len(prompt), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def _output(answer: SessionAnswer) -> dict[str, Any]:
+    details = {"thinking_tokens": answer.thought_tokens}
+    return {"output_tokens": len(answer.said.token_ids), "output_tokens_details": details}
 
 
 def _stop(answer: SessionAnswer) -> dict[str, Any]:

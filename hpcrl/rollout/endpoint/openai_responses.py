@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcrl.rollout.endpoint.block_events import Block, BlockEvents
+from hpcrl.rollout.endpoint.images import refused_part
 from hpcrl.rollout.endpoint.replies import arguments_of, event
 from hpcrl.rollout.endpoint.requests import Request, parsed_chat, read_object
 from hpcrl.rollout.endpoint.session import SessionAnswer
@@ -109,7 +110,7 @@ def _part(part: Any) -> dict[str, Any]:
         return {"type": "text", "text": part.get("text")}
     if kind == "input_image":
         return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
-    raise BadRequest(f"input: expected parts of the types input_text, output_text and input_image, found {part!r:.80}")
+    raise refused_part("input", (*_TEXTS, "input_image"), part)
 
 
 def response_reply(request: Request, answers: Sequence[SessionAnswer], name: str, _decode: Decode) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def response_reply(request: Request, answers: Sequence[SessionAnswer], name: str
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": said,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
             "total_tokens": prompt + said,
         },
     }

@@ -156,6 +156,8 @@ def _logprobs(
     return {"tokens": texts, "token_logprobs": list(logprobs), "text_offset": offsets, "top_logprobs": None}
 
 
-def _usage(answers: Sequence[SessionAnswer]) -> dict[str, int]:
+def _usage(answers: Sequence[SessionAnswer]) -> dict[str, Any]:
     prompt, said = len(answers[0].prompt), sum(len(one.said.token_ids) for one in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    details = {"reasoning_tokens": sum(one.thought_tokens for one in answers)}
+    counts = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+    return {**counts, "completion_tokens_details": details}

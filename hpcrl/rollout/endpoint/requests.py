@@ -8,9 +8,12 @@ from typing import Any
 
 from hpcrl.data.chat.messages import read_messages, read_tools
 from hpcrl.errors import DataError
+from hpcrl.rollout.endpoint.images import image_part, refused_part
 from hpcrl.runtime.http_server import BadRequest, Refused, parse_json
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_SEEING = ("user", "tool")
+_PARTS = ("text", "image_url")
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 _MOST_STOPS, _LONGEST_STOP = 64, 1000  # characters
 _MOST_MARKS = 1_000_000  # json.loads holds Python's lock, for 2 s where 15 MiB are empty lists, and no other sample is answered meanwhile
@@ -166,7 +169,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _message(value: Any) -> dict[str, Any]:
-    """Return a message as chat templates take it, of the fields that the protocol has: content is a text, arguments of calls are objects."""
+    """Return a message as chat templates take it, of the fields that the protocol has.
+
+    Its content is a text, or with images a list of parts; arguments of calls are objects.
+    """
     role = value.get("role") if isinstance(value, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(f"messages: expected objects with a role, one of {', '.join(_ROLES)}")
@@ -177,8 +183,21 @@ def _message(value: Any) -> dict[str, Any]:
     content = value.get("content")
     (message,) = read_messages([{**named, "role": _ROLES[role], "content": "" if content is None else content}])
     if not isinstance(message["content"], str):
-        raise BadRequest("messages: content is a text, or parts of the type text")
-    if thought := message.pop("reasoning_content", ""):  # white space beside its marks is in neither, as of `Thoughts`
-        message["content"] = message["content"].lstrip()
+        message["content"] = [_part(part) for part in message["content"]]
+        if message["role"] not in _SEEING:
+            raise BadRequest(f"messages: expected images in messages of {' and '.join(_SEEING)}, found one of {role}")
+    thought, content = message.pop("reasoning_content", ""), message["content"]
+    if thought and isinstance(content, str):  # white space beside its marks is in neither, as of `Thoughts`
+        message["content"] = content.lstrip()
         message.update({"reasoning_content": thought.strip()} if thought.strip() else {})
     return message
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Return a part as of hpcrl/data/vision/messages.py; errors as of `image_part`."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        return image_part(part["image_url"].get("url"))
+    raise refused_part("messages", _PARTS, part)

@@ -41,6 +41,7 @@ from hpcrl.rollout.endpoint.requests import (
 )
 from hpcrl.rollout.endpoint.session import MOST_HELD, Say, Session, SessionAnswer
 from hpcrl.rollout.endpoint.thoughts import Decode
+from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.runtime.http_server import (
     ADMITTED,
     JSON,
@@ -129,7 +130,7 @@ class PolicyServer:
         self._tokenizer, self._config, self._url, self._model = tokenizer, config, url, model
         special = config.chat_template.allow_special_tokens
         self._turns = ChatTurns(tokenizer, config.chat_template_kwargs, special, reader, source)
-        self._decode = decoder(tokenizer)
+        self._decode, self._images = decoder(tokenizer), ImagePreparation(reader)
         self._sessions = dict[bytes, Session]()
         self._over = dict[bytes, Callable[[], Declined]]()
         self._threads = ThreadPoolExecutor(_THREADS, "large-requests")
@@ -139,7 +140,14 @@ class PolicyServer:
     async def session(self, say: Say, params: SamplingParams) -> AsyncIterator[tuple[Session, Endpoint]]:
         """Open a session as long as the block lasts; yields it and its URL."""
         session = Session(
-            say, self._tokenizer, self._turns, self._config, params, self._threads, lambda: self._longest_token
+            say,
+            self._tokenizer,
+            self._turns,
+            self._config,
+            params,
+            self._images,
+            self._threads,
+            lambda: self._longest_token,
         )
         key = secrets.token_urlsafe(32)
         self._sessions[_digest(key)] = session

@@ -21,16 +21,21 @@ from hpcrl.config import GeneratorConfig, SamplingParams
 from hpcrl.data.chat.encode import cut_messages
 from hpcrl.data.chat.prompt_tokens import HALF_A_CHARACTER, ChatTurns
 from hpcrl.data.tokenizer import decoder
+from hpcrl.data.vision.messages import has_images, without_images
+from hpcrl.data.vision.reader import Context, SeenImage
 from hpcrl.envs.agents.score import EXPECTED, read_score
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import EngineError, RefusedRequestError
+from hpcrl.rollout.endpoint.images import ShownImages
 from hpcrl.rollout.endpoint.requests import MOST_OPEN, Declined, Request, session_ended, session_over
-from hpcrl.rollout.endpoint.thoughts import divided
+from hpcrl.rollout.endpoint.thoughts import count_thought, divided
 from hpcrl.rollout.endpoint.tool_calls import Call, first_of_calls, tool_calls
 from hpcrl.rollout.engines.base import Generation, Heard
+from hpcrl.rollout.images.preparing import ImagePreparation
 from hpcrl.rollout.transcript import Transcript
 from hpcrl.rundir.commit import digest_of
 from hpcrl.runtime.http_server import BadRequest
+from hpcrl.text import said_in
 from hpcrl.types import StopReason
 
 if TYPE_CHECKING:
@@ -39,8 +44,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Say = Callable[[int, Sequence[int], Mapping[str, Any], Heard | None], Awaitable[Generation]]
-"""Generates a response to a prompt: number of the turn, token ids, overrides of the run's sampling, and a callback of tokens as they
+Say = Callable[[int, Context, Mapping[str, Any], Heard | None], Awaitable[Generation]]
+"""Generates a response to a prompt: number of the turn, the prompt, overrides of the run's sampling, and a callback of tokens as they
 come."""
 
 Tell = Callable[[Sequence[int], int, str, Sequence[int], Sequence[float]], None]
@@ -62,21 +67,25 @@ class SessionAnswer:
 
     Attributes:
         prompt: token ids that it continued.
+        images: that the placeholders among them stand for.
         text: of the response, tool calls included.
         content, calls: the same as sent to the client.
         thought, shown: the two parts of `content`, as sent to clients of protocols that have a place for thoughts.
+        thought_tokens: of the response, its marks included.
         stopped_by: the request's stop text that ended it, if one did.
         parent: the answer from which the conversation went on.
         asked: messages of the request; or the text that was completed.
     """
 
     prompt: list[int]
+    images: tuple[SeenImage, ...]
     said: Generation
     text: str
     content: str
     calls: list[Call]
     thought: str
     shown: str
+    thought_tokens: int
     stopped_by: str | None
     parent: SessionAnswer | None
     asked: list[dict[str, Any]] | str
@@ -85,6 +94,10 @@ class SessionAnswer:
     @property
     def token_ids(self) -> list[int]:
         return [*self.prompt, *self.said.token_ids]
+
+    @property
+    def context(self) -> Context:
+        return Context(self.token_ids, self.images)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -122,6 +135,7 @@ class Session:
 
     Args:
         params: the run's sampling.
+        images: prepares those of requests.
         threads: a few for all sessions, in which large requests are read and tokenized.
         longest_token: returns how many characters the longest token of the tokenizer has.
 
@@ -141,11 +155,13 @@ class Session:
         turns: ChatTurns,
         config: GeneratorConfig,
         params: SamplingParams,
+        images: ImagePreparation,
         threads: Executor,
         longest_token: Callable[[], int],
     ) -> None:
         self._say, self._tokenizer, self._config, self._params = say, tokenizer, config, params
         self._template, self._threads, self._longest_token = turns, threads, longest_token
+        self._preparation, self._shown = images, ShownImages()
         self.answers = list[SessionAnswer]()
         self.too_long = False
         self.failure: EngineError | RefusedRequestError | None = None
@@ -173,8 +189,9 @@ class Session:
 
     async def compute(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a function makes of a body of `size` bytes: of a large one in a thread, one of the session at a time."""
-        if size <= _QUICK:
-            return function(*args, **kwargs)
+        return function(*args, **kwargs) if size <= _QUICK else await self._in_thread(function, *args, **kwargs)
+
+    async def _in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         async with self._large:
             # who goes away leaves its thread at work: the number of threads bounds what is computed
             return await asyncio.wrap_future(self._threads.submit(function, *args, **kwargs))
@@ -197,10 +214,12 @@ class Session:
         try:
             parent, prompt = await self._tokenized(request)
             self._check_turns(request.n)  # others may have begun meanwhile
-            self._check_length(len(prompt))
+            self._check_length(len(prompt.token_ids))
         except _TooLong:
             self.too_long = True
             raise
+        if request.messages is not None:
+            request = replace(request, messages=self._shown.held(request.messages))
         turns = range(self._begun, self._begun + request.n)
         self._begun += request.n
         self._running.add(task)
@@ -210,7 +229,7 @@ class Session:
                 "stop": [*(self._params.stop or []), *request.stop],
             }
             texts = [self._pieces(request, limits["stop"]) for _ in turns]
-            heard = [tell and _hearing(tell, prompt, at, text) for at, text in enumerate(texts)]
+            heard = [tell and _hearing(tell, prompt.token_ids, at, text) for at, text in enumerate(texts)]
             async with self._room(request.n):
                 every = (self._say(turn, prompt, limits, heard[at]) for at, turn in enumerate(turns))
                 said = await asyncio.gather(*every)
@@ -229,7 +248,7 @@ class Session:
         """Return the number of tokens of a request's prompt; errors as of `answer`."""
         self.check_open()
         _, prompt = await self._tokenized(request)
-        return len(prompt)
+        return len(prompt.token_ids)
 
     def resolved(self, request: Request) -> Request:
         """Return a request with the conversation of the previous answer that it names. Raises Declined where the session has no such answer."""
@@ -244,7 +263,8 @@ class Session:
 
     def remember(self, name: str, request: Request, answer: SessionAnswer) -> None:
         """Keep the conversation of an answer for requests that name it."""
-        conversation = [*(request.messages or [])[request.instructions :], answer.messages[0]]
+        assert not isinstance(answer.asked, str), "responses are chats"
+        conversation = [*answer.asked[request.instructions :], answer.messages[0]]
         self._named[name] = conversation, request.size + len(str(answer.messages[0]))
 
     def expect_score(self) -> Future[Turn]:
@@ -318,21 +338,34 @@ class Session:
         if isinstance(request.prompt, list):
             self._check_length(len(request.prompt))
         self._check_length(len(request.messages or ()), "messages")
-        characters = _characters([request.prompt, request.messages, request.tools])
+        messages, _ = without_images(request.messages or [])
+        characters = _characters([request.prompt, messages, request.tools])
         if characters > _UNCOUNTED:
             self._check_length(characters, "characters", 1 / self._longest_token())
 
-    async def _tokenized(self, request: Request) -> tuple[SessionAnswer | None, list[int]]:
+    async def _tokenized(self, request: Request) -> tuple[SessionAnswer | None, Context]:
+        messages = request.messages or []
+        if has_images(messages):
+            await self._in_thread(self._check_images, messages)
+        _held = await self._preparation.prepare(messages)  # until the template wants them
         try:
             parent, prompt = await self.compute(request.size, self._prompt, request)
         # such as half a character
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRequest(f"the messages have no tokens: {error}") from error
-        if not prompt:
+        if not prompt.token_ids:
             raise BadRequest("the prompt has no tokens")
         return parent, prompt
 
-    def _prompt(self, request: Request) -> tuple[SessionAnswer | None, list[int]]:
+    def _check_images(self, messages: Messages) -> None:
+        """Decline images that are too many, too large or have too many tokens, before any is decoded for the policy."""
+        tokens, counts = 0, self._template.count_images(messages)
+        self._shown.check(messages)
+        for count in counts:
+            tokens += count
+            self._check_length(tokens, "tokens of images")
+
+    def _prompt(self, request: Request) -> tuple[SessionAnswer | None, Context]:
         """Return the answer from which a request goes on, if there is one, and the tokens that it wants continued."""
         self._check_size(request)
         if request.messages is None:
@@ -342,11 +375,12 @@ class Session:
         chats = [one for one in self.answers if not isinstance(one.asked, str) and one.tools == request.tools]
         for parent in sorted(chats, key=lambda one: len(one.asked), reverse=True):  # most often it is the first
             if left := parent.left_of(request.messages):
-                token_ids = parent.token_ids
-                return parent, token_ids + self._template.between(token_ids, left, request.tools, end=end).token_ids
-        return None, self._template.opening(request.messages, request.tools).token_ids
+                before = parent.context
+                between = self._template.between(before.token_ids, left, request.tools, end=end)
+                return parent, before.followed_by(between)
+        return None, self._template.opening(request.messages, request.tools)
 
-    def _completed(self, prompt: str | list[int]) -> tuple[SessionAnswer | None, list[int]]:
+    def _completed(self, prompt: str | list[int]) -> tuple[SessionAnswer | None, Context]:
         parent = None
         if isinstance(prompt, list):
             known = [
@@ -354,9 +388,13 @@ class Session:
             ]
             if max(prompt) >= len(self._tokenizer) or min(prompt) < 0:
                 raise BadRequest(f"prompt: expected token ids below {len(self._tokenizer)}")
-            if stands := set(prompt).intersection(self._template.never_said):
-                raise BadRequest(f"prompt: token {min(stands)} stands for an image, and images are not taken here")
-            return max(known, key=lambda one: len(one.prompt), default=None), prompt
+            parent = max(known, key=lambda one: len(one.prompt), default=None)
+            before = Context([]) if parent is None else parent.context
+            if stands := set(prompt[len(before.token_ids) :]).intersection(self._template.never_said):
+                raise BadRequest(
+                    f"prompt: token {min(stands)} stands for an image, which token ids cannot show; send it in a chat message"
+                )
+            return parent, Context(prompt, before.images)
         texts = [(one, one.asked + one.content) for one in self.answers if isinstance(one.asked, str)]
         parent, before = max(
             (found for found in texts if prompt.startswith(found[1])),
@@ -364,9 +402,9 @@ class Session:
             default=(None, ""),
         )
         if parent is None:
-            return None, self._template.encoded(prompt)
+            return None, Context(self._template.encoded(prompt))
         new = self._template.continued(parent.token_ids, prompt[len(before) :])
-        return parent, [*parent.token_ids, *new]
+        return parent, parent.context.followed_by(Context(new))
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         """Refuse special tokens that are written in tools."""
@@ -379,9 +417,9 @@ class Session:
         return TextInPieces(self._template.decoded, marks, trims=bool(request.tools))
 
     def _answered(
-        self, request: Request, parent: SessionAnswer | None, prompt: list[int], said: Generation, told: str
+        self, request: Request, parent: SessionAnswer | None, shown: Context, said: Generation, told: str
     ) -> SessionAnswer:
-        template, params = self._template, self._params
+        template, params, prompt = self._template, self._params, shown.token_ids
         text = template.text(said.token_ids, params.stop or [], keep=params.include_stop_str_in_output)
         whole, stopped_by = text, None
         if request.stop:
@@ -397,9 +435,24 @@ class Session:
         if asked is None:
             asked = request.prompt if isinstance(request.prompt, str) else template.decoded(request.prompt)
         parsed = calls and not first_of_calls(self._tokenizer)  # a response template has taken the thought out
-        thought, shown = ("", content) if parsed else divided(decoder(self._tokenizer), prompt, content)
+        decode, said_ids = decoder(self._tokenizer), said.token_ids
+        said_ids = said_ids[:-1] if template.ends.issuperset(said_ids[-1:]) else said_ids
+        thought, rest = ("", content) if parsed else divided(decode, prompt, content)
+        thoughts = count_thought(decode, prompt, said_ids)
         return SessionAnswer(
-            prompt, said, text, content, calls, thought, shown, stopped_by, parent, asked, request.tools
+            prompt,
+            shown.images,
+            said,
+            text,
+            content,
+            calls,
+            thought,
+            rest,
+            thoughts,
+            stopped_by,
+            parent,
+            asked,
+            request.tools,
         )
 
     def last_text(self) -> str:
@@ -419,15 +472,16 @@ class Session:
             path = [leaf]
             while (parent := path[-1].parent) is not None:
                 path.append(parent)
-            row = Transcript(path[-1].prompt)
+            row = Transcript(path[-1].prompt, path[-1].images)
             for one in reversed(path):
                 asked = one.prompt[len(row.token_ids) if one.parent else 0 :]
-                row.add_context(one.prompt[len(row.token_ids) :])
+                new = one.images[len(row.images) if one.parent else 0 :]
+                row.follow(Context(one.prompt, one.images))
                 if one in trained:
                     row.add_context(one.said.token_ids)
                 else:
                     row.add_response(one.said)
-                    row.end_turn("", digest_of(json.dumps(asked).encode()))
+                    row.end_turn("", digest_of(json.dumps([*asked, *(image.digest for image in new)]).encode()))
             trained.update(path)
             rows.append(row)
         return rows
@@ -439,7 +493,9 @@ class Session:
         last = self.answers[-1]
         asked = [{"role": "user", "content": last.asked}] if isinstance(last.asked, str) else last.asked
         shown = [{"role": one["role"], "content": _shown(one)} for one in asked]
-        begins = shown[: len(opening)] == [dict(one) for one in opening]
+        # the texts alone: a row may have the path of an image that a client sends as bytes
+        said, opened = ([(one["role"], said_in(one["content"])) for one in of] for of in (shown, opening))
+        begins = said[: len(opened)] == opened
         return [*(shown[len(opening) :] if begins else shown), {"role": "assistant", "content": last.text}]
 
 
@@ -451,7 +507,9 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, parts))
 
 
-def _shown(message: Mapping[str, Any]) -> str:
+def _shown(message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    if not isinstance(message["content"], str):
+        return message["content"]
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
     return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
 

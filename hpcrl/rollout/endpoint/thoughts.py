@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -20,12 +21,15 @@ class Thoughts:
     Args:
         decode: token ids to text, special tokens included.
         prompt: token ids.
+
+    Attributes:
+        close: the mark that ends the thought; empty where none has begun.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         before = decode(list(prompt[-_END:])).rstrip()
-        self._close = next((close for start, close in _MARKS if before.endswith(start)), "")
-        self._state: _State = "thought" if self._close else "start"
+        self.close = next((close for start, close in _MARKS if before.endswith(start)), "")
+        self._state: _State = "thought" if self.close else "start"
         self._held, self._begun = "", False
 
     def add(self, piece: str) -> tuple[str, str]:
@@ -50,19 +54,17 @@ class Thoughts:
         text = self._held.lstrip()
         for start, close in _MARKS:
             if text.startswith(start):
-                self._state, self._close, self._held = "thought", close, text.removeprefix(start)
+                self._state, self.close, self._held = "thought", close, text.removeprefix(start)
         if self._state == "start" and not any(start.startswith(text) for start, _ in _MARKS):
             self._state = "text"
 
     def _thought(self) -> str:
         held = self._held if self._begun else self._held.lstrip()
-        thought, closed, rest = held.partition(self._close)
+        thought, closed, rest = held.partition(self.close)
         if closed:
             self._state, self._held = "behind", rest
             return thought.rstrip()
-        begun = (
-            at for at in range(max(0, len(held) - len(self._close)), len(held)) if self._close.startswith(held[at:])
-        )
+        begun = (at for at in range(max(0, len(held) - len(self.close)), len(held)) if self.close.startswith(held[at:]))
         sure = len(held[: next(begun, len(held))].rstrip())
         self._begun, self._held = self._begun or bool(held), held[sure:]
         return held[:sure]
@@ -73,3 +75,16 @@ def divided(decode: Decode, prompt: Sequence[int], content: str) -> tuple[str, s
     thoughts = Thoughts(decode, prompt)
     (thought, text), (more_thought, more_text) = thoughts.add(content), thoughts.end()
     return thought + more_thought, text + more_text
+
+
+def count_thought(decode: Decode, prompt: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Return how many tokens of a whole response, its first ones, are its thought, with the marks that are among them.
+
+    Args:
+        token_ids: of the response, without the one that ends it; other arguments as of `Thoughts`.
+    """
+    said, thoughts = list(token_ids), Thoughts(decode, prompt)
+    thoughts.add(decode(said))
+    if not thoughts.close:
+        return 0
+    return bisect_left(range(len(said)), True, key=lambda end: thoughts.close in decode(said[:end]))

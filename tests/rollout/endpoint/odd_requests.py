@@ -21,6 +21,14 @@ _FIELDS = (
     "instructions", "previous_response_id", "max_output_tokens", "text", "reasoning", "include",
 )  # fmt: skip
 _STOPS = tuple(text for text in _TEXTS if text and not any("\ud800" <= letter <= "\udfff" for letter in text))
+_URLS = (
+    "data:image/png;base64,AAAA",
+    "data:image/png;base64,\udfff",
+    "data:,",
+    "http://example.org/a.png",
+    "/dev/zero",
+    "",
+)
 _BYTES = (
     b"\xed\xa0\x80",
     b"\xff",
@@ -52,6 +60,7 @@ def odd_request(seed: str) -> tuple[str, bytes]:
             {"type": "text", "text": chance.choice(_TEXTS)},
             {"type": "thinking", "thinking": "a"},
             {"type": "tool_result", "content": "a"},
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
         ]
         body["messages"] = [
             {"role": chance.choice(["user", "assistant"]), "content": _odd(chance, blocks)},
@@ -82,7 +91,11 @@ def _odd(chance: random.Random, parts: list[dict[str, Any]]) -> list[Any]:
 
 
 def _user(chance: random.Random) -> dict[str, Any]:
-    return {"role": "user", "content": chance.choice(["cab", "sort: bca", *_TEXTS])}
+    text = chance.choice(["cab", "sort: bca", *_TEXTS])
+    if chance.random() < 0.9:
+        return {"role": "user", "content": text}
+    image = {"type": chance.choice(["image_url", "input_image"]), "image_url": {"url": chance.choice(_URLS)}}
+    return {"role": "user", "content": _odd(chance, [{"type": "text", "text": text}, image])}
 
 
 def _prompt(chance: random.Random) -> Any:

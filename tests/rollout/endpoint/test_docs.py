@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig
 from hpcrl.data.chat import messages
-from hpcrl.rollout.endpoint import requests, server, session
+from hpcrl.rollout.endpoint import images, requests, server, session
 from hpcrl.rollout.endpoint.server import serving
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.runtime.http_server import MAX_BODY
@@ -57,4 +57,6 @@ def test_the_limits_of_the_page_are_those_of_the_code() -> None:
     assert f"{requests._MOST_MARKS:,} brackets, commas and quotation marks" in PAGE
     assert f"{messages._DEEPEST} objects and lists in each other" in PAGE
     assert f"above {session._QUICK >> 10} KiB are read and tokenized" in PAGE
+    assert f"at most {images.MOST_IMAGES}, history included, of at most {images.MOST_PIXELS:,} pixels each" in PAGE
+    assert f"images of a sample have at most {images.MOST_SHOWN >> 20} MiB" in PAGE
     assert f"{session.MOST_OPEN} answers are generated at a time" in PAGE

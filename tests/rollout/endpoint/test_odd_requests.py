@@ -48,7 +48,7 @@ async def send_many(engine: Engine, count: int, seed: str) -> Counter[tuple[int,
     sampling = engine_sampling(_TRIES.sampling_params, "train", VOCABULARY)
 
     async def say(turn: int, prompt: Any, limits: Any, heard: Any) -> Any:
-        (said,) = await cache.generate(0, turn, prompt, 1, turn, {**sampling, **limits}, heard)
+        (said,) = await cache.generate(0, turn, prompt.token_ids, 1, turn, {**sampling, **limits}, heard)
         return said
 
     async def ask(http: httpx.AsyncClient, endpoint: Endpoint, path: str, body: bytes) -> httpx.Response:

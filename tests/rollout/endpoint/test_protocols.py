@@ -70,6 +70,12 @@ def check_one_row(group: Group, engine: Script, tokenizer: Any, said: Sequence[s
         assert engine.prompts[at + 1][: len(whole)] == whole
 
 
+def thoughts(tokenizer: Any, said: Sequence[str] = SAID) -> list[int]:
+    """Return how many tokens the thought of each answer has, with its marks."""
+    found = [one.rpartition("</think>") for one in said]
+    return [len(tokenizer.encode(thought + mark, add_special_tokens=False)) for thought, mark, _ in found]
+
+
 def by_anthropic(endpoint: Endpoint) -> Any:
     return anthropic.Anthropic(base_url=endpoint.base_url.removesuffix("/v1"), api_key=endpoint.key, max_retries=0)
 
@@ -119,6 +125,7 @@ def test_messages_of_anthropic(streams: bool) -> None:
     assert [block.type for block in heard[1].content] == ["thinking", "text"]
     assert [one.stop_reason for one in heard] == ["tool_use", "end_turn", "end_turn"]
     assert heard[0].usage.output_tokens == len(ended(tokenizer, SAID[0])[0])
+    assert [one.usage.output_tokens_details.thinking_tokens for one in heard] == thoughts(tokenizer)
     assert text(tokenizer, engine.prompts[0]).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert "<|im_start|>tool\n3<|im_end|>\n<|im_start|>user\nand?<|im_end|>" in text(tokenizer, engine.prompts[1])
 
@@ -164,6 +171,7 @@ def test_responses_of_openai(streams: bool, by_name: bool) -> None:
     assert [one.output_text for one in heard] == ["so", "3", "bye"]
     assert [one.status for one in heard] == ["completed"] * 3
     assert heard[0].usage.output_tokens == len(ended(tokenizer, SAID[0])[0])
+    assert [one.usage.output_tokens_details.reasoning_tokens for one in heard] == thoughts(tokenizer)
     assert heard[0].usage.total_tokens == heard[0].usage.output_tokens + len(engine.prompts[0])
     assert text(tokenizer, engine.prompts[0]).startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
@@ -224,16 +232,21 @@ def test_a_conversation_goes_on_by_another_protocol() -> None:
 def test_a_client_may_divide_a_text_itself() -> None:
     """As litellm does, which sends the thought of a chat completion back in a field of its own, with the line breaks."""
     said = ["<think>\nhm\n</think>\n\nso", "<think>\n\n</think>\n\nno", "bye"]
+    counted = list[int]()
 
     def play(messages: Messages, endpoint: Endpoint) -> None:
         history: list[Any] = list(messages)
         with by_openai(endpoint) as client:
             for _ in said:
-                content = client.chat.completions.create(model="m", messages=history).choices[0].message.content
+                answer = client.chat.completions.create(model="m", messages=history)
+                content = answer.choices[0].message.content
+                counted.append(answer.usage.completion_tokens_details.reasoning_tokens)
                 thought, _, rest = content.removeprefix("<think>").rpartition("</think>")
                 history += [{"role": "assistant", "content": rest, "reasoning_content": thought}, *user("and?")]
 
-    check_one_row(*played(play, said), said)
+    group, engine, tokenizer = played(play, said)
+    check_one_row(group, engine, tokenizer, said)
+    assert counted == thoughts(tokenizer, said)
 
 
 def test_refusals_are_errors_of_each_client() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpcrl.rollout.endpoint.thoughts import Thoughts, divided
+from hpcrl.rollout.endpoint.thoughts import Thoughts, count_thought, divided
 
 
 def decode(token_ids: Sequence[int]) -> str:
@@ -42,3 +42,25 @@ def test_a_response_is_divided(prompt: str, said: str, thought: str, text: str) 
             at += size
         found.append(thoughts.end())
         assert tuple(map("".join, zip(*found, strict=True))) == (thought, text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pieces", "count"),
+    [
+        ("assistant\n", ["<think>", "\nhm", "\n</think>", "\n\nso"], 3),
+        ("assistant\n", ["<think>", "hm </thi", "nk>\n\n", "so"], 3),
+        ("assistant\n<think>\n", ["a", "b</think>so", "</think>"], 2),
+        ("assistant\n", ["<think>", "\n\n", "</think>", "\n\nso"], 3),
+        ("assistant\n", ["<think>", "hm", " and"], 3),
+        ("assistant\n", ["so", "<think>", "hm", "</think>"], 0),
+        ("assistant\n", ["so"], 0),
+        ("assistant\n<think>\n", [], 0),
+    ],
+)
+def test_tokens_of_a_thought_are_counted_with_its_marks(prompt: str, pieces: list[str], count: int) -> None:
+    texts = [prompt, *pieces]
+
+    def decode_pieces(token_ids: Sequence[int]) -> str:
+        return "".join(texts[one] for one in token_ids)
+
+    assert count_thought(decode_pieces, [0], range(1, len(texts))) == count
