@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpcrl.algorithms.advantages import AdvantageInputs, online_dpo
+from hpcrl.algorithms.advantages import AdvantageInputs, online_dpo, optimal_token_baseline
 from hpcrl.algorithms.distillation import jensen_shannon
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.likelihood import LIKELIHOOD_LOSSES
@@ -259,7 +259,32 @@ def cases() -> list[tuple[str, str, Numbers, Ours, Formula]]:
         rows = zip(x[::2], x[1::2], ratios[::2], ratios[1::2], strict=True)
         return fsum(-0.1 * sigma(-0.1 * (c - r)) * (best - worst) for best, worst, c, r in rows)
 
-    return [*found, ("online_dpo", "2402.04792", ANSWERS, online, by_online)]
+    found.append(("online_dpo", "2402.04792", ANSWERS, online, by_online))
+    return [*found, ("optimal_token_baseline", "verl", LOGPROBS, by_positions, token_baseline)]
+
+
+def by_positions(x: torch.Tensor) -> torch.Tensor:
+    """Return -A log π of the three samples as one group, where a token's alternative has the rest of its probability."""
+    mask, norms = _tensor(MASK), 2 * (1 - x.detach().exp()).square()
+    groups = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    own = AdvantageInputs(_tensor(ADVANTAGES), mask, LENGTHS, groups, norms_P=norms, longest=[4])
+    return -masked_sum(optimal_token_baseline(own) * x, mask)
+
+
+def token_baseline(x: Numbers, held: Numbers) -> float:
+    def power(t: int) -> float:
+        return fsum(
+            1 - 2 * (p := exp(held[s])) + p**2 + (1 - p) ** 2 for s in TRAINED if SAMPLE[s] == SAMPLE[t] and s <= t
+        )
+
+    place = {t: sum(SAMPLE[s] == SAMPLE[t] for s in TRAINED if s < t) for t in TRAINED}
+    worth = {t: fsum(ADVANTAGES[s] for s in range(t, len(MASK)) if SAMPLE[s] == SAMPLE[t]) for t in TRAINED}
+    loss = 0.0
+    for t in TRAINED:
+        same = [s for s in TRAINED if place[s] == place[t]]
+        least = fsum(power(s) * worth[s] for s in same) / (fsum(map(power, same)) + 1e-8) if len(same) > 1 else 0.0
+        loss -= (worth[t] - least) * x[t]
+    return loss
 
 
 def gradients(start: Numbers, ours: Ours, formula: Formula) -> tuple[list[float], list[float]]:
@@ -272,12 +297,12 @@ def gradients(start: Numbers, ours: Ours, formula: Formula) -> tuple[list[float]
 
 def main() -> int:
     failed = False
-    print(f"{'loss':<20} {'source':<12} {'hpcrl':>12} {'formula':>12} {'gradient differs by':>20}")
+    print(f"{'loss':<24} {'source':<12} {'hpcrl':>12} {'formula':>12} {'gradient differs by':>20}")
     for name, source, start, ours, formula in cases():
         value, expected = ours(_tensor(start)).item(), formula(start, start)
         worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(*gradients(start, ours, formula), strict=True))
         wrong = abs(value - expected) > TOLERANCE * max(1.0, abs(expected)) or worst > TOLERANCE
-        print(f"{name:<20} {source:<12} {value:>12.8f} {expected:>12.8f} {worst:>20.1e}{'  WRONG' * wrong}")
+        print(f"{name:<24} {source:<12} {value:>12.8f} {expected:>12.8f} {worst:>20.1e}{'  WRONG' * wrong}")
         failed = failed or wrong
     return int(failed)
 

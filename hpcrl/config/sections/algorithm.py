@@ -282,3 +282,8 @@ class AlgorithmConfig(FunctionsConfig):
     def needs_baselines(self) -> bool:
         """Whether each training group needs the reward of a greedy response."""
         return self.advantage_estimator == "remax"
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether scoring measures the gradient of each token's log-probability over the logits."""
+        return self.advantage_estimator == "optimal_token_baseline"

@@ -40,6 +40,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "maxrl": Named("the reward against the mean of its group, divided by that mean (MaxRL, arXiv:2602.02710)", ()),
     "online_dpo": Named("the weights of the best and of the worst sample of each group in the gradient of DPO (online DPO, arXiv:2402.04792)", ("kl_loss_coef",)),
     "opo": Named("the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585)", ()),
+    "optimal_token_baseline": Named("the rewards from each token on against the optimal baseline of its position in the group (optimal token baseline, arXiv:2602.07078)", ()),
     "remax": Named("the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)", ()),
     "gdpo": Named("several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242)", ("rewards",)),
     "turn_grpo": Named("the rewards from each turn on, each against the mean over all turns of its group (GRPO with process supervision, arXiv:2402.03300)", ("grpo_norm_by_std",)),
