@@ -424,6 +424,19 @@ def gigpo(
     return episode_weight * episodes_P + step_weight * steps_P
 
 
+@per_turn
+def turn_returns(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor:
+    """Return the rewards from each turn on, discounted by turns, without a baseline (chunk-level returns of IPA, arXiv:2512.24873).
+
+    Formula:
+        Σ gamma^k reward_(t+k) over turns
+    Use:
+        with `ipa`, for agents of many turns that succeed rarely: late turns have most of the credit. The authors use gamma 0.95. It is not
+        worth it where most samples are rewarded: gigpo and grpo compare them
+    """
+    return torch.where(inputs.mask_P > 0, _returns(inputs, inputs.rewards_P, gamma), 0.0)
+
+
 def rae(inputs: AdvantageInputs, *, decay: Share = 0.95) -> torch.Tensor:
     """Return the reward against a moving mean of those of its data source and role (role-conditioned advantages of SPIRAL, arXiv:2506.24119, section 3).
 
@@ -556,6 +569,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gdpo": gdpo,
     "turn_grpo": turn_grpo,
     "gigpo": gigpo,
+    "turn_returns": turn_returns,
     "rae": rae,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,

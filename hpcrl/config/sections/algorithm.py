@@ -123,9 +123,9 @@ def _read_by(name: str) -> When:
 
 
 _DISCOUNTS = any_of(
-    chosen("advantage_estimator", "gae", "reinforce++", "gigpo"),
+    chosen("advantage_estimator", "gae", "reinforce++", "gigpo", "turn_returns"),
     CRITIC,
-    needs="{section}.advantage_estimator=gae, reinforce++ or gigpo, or a critic",
+    needs="{section}.advantage_estimator=gae, reinforce++, gigpo or turn_returns, or a critic",
 )
 _REFERENCE = when("trainer.uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
 
