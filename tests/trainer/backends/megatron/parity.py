@@ -266,6 +266,7 @@ class PolicyWay(Way):
 
     def _norms(self, mini: MiniBatch) -> None:
         logprobs_P, norms_P = mini.scored_both(self.engine.logprobs_and_norms)
+        assert mini.rows.scores.old_logprobs is not None
         assert torch.equal(logprobs_P, mini.rows.scores.old_logprobs)
         for row in views([mini.rows]):
             self.of_samples[f"norms.{row.ref.group}.{row.ref.index}"] = row.of(norms_P).clone()
