@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpcrl.algorithms.advantages import AdvantageInputs, online_dpo
+from hpcrl.algorithms.advantages import AdvantageInputs, online_dpo, optimal_token_baseline
 from hpcrl.algorithms.distillation import jensen_shannon
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.likelihood import LIKELIHOOD_LOSSES
@@ -36,6 +36,7 @@ Formula = Callable[[Numbers, Numbers], float]
 STEP = TOLERANCE = 1e-6
 LENGTHS, MASK = (4, 3, 5), [1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1]
 TRAINED = [at for at, one in enumerate(MASK) if one]
+TURNS = [[0, 1], [3], [4, 5, 6], [7, 8, 9], [11]]
 SAMPLE = [at for at, length in enumerate(LENGTHS) for _ in range(length)]
 _draw = random.Random(3).uniform
 LOGPROBS = [_draw(-2.0, -0.1) for _ in MASK]
@@ -46,6 +47,7 @@ ANSWERS = [_draw(-5.0, -0.5) for _ in LABELS]
 REFS = [x + _draw(-3.0, 3.0) for x in ANSWERS]
 SETTINGS = {
     "clip_ratio_c": 1.1,
+    "ipa": {"ratio_high": 1.05},
     "aipo_rho": 1.1,
     "clip_cov": {"clip_ratio": 1.0, "clip_cov_lb": 0.05},
     "gmpo": {"log_clip_low": 0.1, "log_clip_high": 0.1},
@@ -55,7 +57,7 @@ SETTINGS = {
 
 
 class Token(NamedTuple):
-    """Log-probabilities of a token, and its advantage a; covariance, and mean log-ratio of its sample to the old policy, are held."""
+    """Log-probabilities of a token, and its advantage a; covariance, and tokens of its sample and turn, are held."""
 
     x: float
     held: float
@@ -64,6 +66,7 @@ class Token(NamedTuple):
     ref: float
     a: float
     sample: list[int]
+    turn: list[int]
     covariance: float
 
 
@@ -94,8 +97,19 @@ def tokens(x: Numbers, held: Numbers) -> list[Token]:
     """Return the trained tokens."""
     center, other = mean([ADVANTAGES[t] for t in TRAINED]), mean([held[t] for t in TRAINED])
     samples = {at: [t for t in TRAINED if SAMPLE[t] == at] for at in range(len(LENGTHS))}
+    turns = {at: own for own in TURNS for at in own}
     covariances = [(a - center) * (h - other) for a, h in zip(ADVANTAGES, held, strict=True)]
-    columns = (x, held, OLD, ROLLOUT, REF, ADVANTAGES, [samples[at] for at in SAMPLE], covariances)
+    columns = (
+        x,
+        held,
+        OLD,
+        ROLLOUT,
+        REF,
+        ADVANTAGES,
+        [samples[at] for at in SAMPLE],
+        [turns.get(at, []) for at in range(len(MASK))],
+        covariances,
+    )
     found = [Token(*entries) for entries in zip(*columns, strict=True)]
     return [found[t] for t in TRAINED]
 
@@ -110,6 +124,18 @@ def ppo(ratio: float, a: float) -> float:
 
 def gspo(x: Numbers, held: Numbers) -> float:
     return fsum(ppo(exp(mean([held[s] - OLD[s] for s in t.sample]) + t.x - t.held), t.a) for t in tokens(x, held))
+
+
+def turn_gspo(x: Numbers, held: Numbers) -> float:
+    return fsum(ppo(exp(mean([held[s] - OLD[s] for s in t.turn]) + t.x - t.held), t.a) for t in tokens(x, held))
+
+
+def ipa(x: Numbers, held: Numbers) -> float:
+    def one(t: Token) -> float:
+        ratio = exp(mean([held[s] - ROLLOUT[s] for s in t.turn]))
+        return -(0 if ratio > 1.05 else 1 if t.a >= 0 else min(ratio, 1)) * t.a * t.x
+
+    return fsum(map(one, tokens(x, held)))
 
 
 def gmpo(x: Numbers, held: Numbers) -> float:
@@ -157,6 +183,8 @@ OF_TOKENS: dict[str, tuple[str, Formula]] = {
     "regular": ("TRL, verl", each(lambda t: ppo(exp(t.x - t.old), t.a))),
     "dual_clip": ("verl", each(lambda t: min(ppo(exp(t.x - t.old), t.a), -1.1 * t.a if t.a < 0 else math.inf))),
     "gspo": ("TRL, verl", gspo),
+    "turn_gspo": ("ROLL", turn_gspo),
+    "ipa": ("2512.24873", ipa),
     "sapo": ("TRL, verl", each(lambda t: -sigma((k := 1 if t.a > 0 else 1.05) * (exp(t.x - t.old) - 1)) * 4 / k * t.a)),
     "cispo": ("verl", each(lambda t: -clip(exp(t.held - t.old), 0.9, 1.1) * t.a * t.x)),
     "rollout_is": ("IcePop", each(lambda t: -(u if 0.8 < (u := exp(t.held - t.rollout)) < 1.2 else 0) * t.a * t.x)),
@@ -259,7 +287,32 @@ def cases() -> list[tuple[str, str, Numbers, Ours, Formula]]:
         rows = zip(x[::2], x[1::2], ratios[::2], ratios[1::2], strict=True)
         return fsum(-0.1 * sigma(-0.1 * (c - r)) * (best - worst) for best, worst, c, r in rows)
 
-    return [*found, ("online_dpo", "2402.04792", ANSWERS, online, by_online)]
+    found.append(("online_dpo", "2402.04792", ANSWERS, online, by_online))
+    return [*found, ("optimal_token_baseline", "verl", LOGPROBS, by_positions, token_baseline)]
+
+
+def by_positions(x: torch.Tensor) -> torch.Tensor:
+    """Return -A log π of the three samples as one group, where a token's alternative has the rest of its probability."""
+    mask, norms = _tensor(MASK), 2 * (1 - x.detach().exp()).square()
+    groups = torch.zeros(len(LENGTHS), dtype=torch.int64)
+    own = AdvantageInputs(_tensor(ADVANTAGES), mask, LENGTHS, groups, norms_P=norms, longest=[4])
+    return -masked_sum(optimal_token_baseline(own) * x, mask)
+
+
+def token_baseline(x: Numbers, held: Numbers) -> float:
+    def power(t: int) -> float:
+        return fsum(
+            1 - 2 * (p := exp(held[s])) + p**2 + (1 - p) ** 2 for s in TRAINED if SAMPLE[s] == SAMPLE[t] and s <= t
+        )
+
+    place = {t: sum(SAMPLE[s] == SAMPLE[t] for s in TRAINED if s < t) for t in TRAINED}
+    worth = {t: fsum(ADVANTAGES[s] for s in range(t, len(MASK)) if SAMPLE[s] == SAMPLE[t]) for t in TRAINED}
+    loss = 0.0
+    for t in TRAINED:
+        same = [s for s in TRAINED if place[s] == place[t]]
+        least = fsum(power(s) * worth[s] for s in same) / (fsum(map(power, same)) + 1e-8) if len(same) > 1 else 0.0
+        loss -= (worth[t] - least) * x[t]
+    return loss
 
 
 def gradients(start: Numbers, ours: Ours, formula: Formula) -> tuple[list[float], list[float]]:
@@ -272,12 +325,12 @@ def gradients(start: Numbers, ours: Ours, formula: Formula) -> tuple[list[float]
 
 def main() -> int:
     failed = False
-    print(f"{'loss':<20} {'source':<12} {'hpcrl':>12} {'formula':>12} {'gradient differs by':>20}")
+    print(f"{'loss':<24} {'source':<12} {'hpcrl':>12} {'formula':>12} {'gradient differs by':>20}")
     for name, source, start, ours, formula in cases():
         value, expected = ours(_tensor(start)).item(), formula(start, start)
         worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(*gradients(start, ours, formula), strict=True))
         wrong = abs(value - expected) > TOLERANCE * max(1.0, abs(expected)) or worst > TOLERANCE
-        print(f"{name:<20} {source:<12} {value:>12.8f} {expected:>12.8f} {worst:>20.1e}{'  WRONG' * wrong}")
+        print(f"{name:<24} {source:<12} {value:>12.8f} {expected:>12.8f} {worst:>20.1e}{'  WRONG' * wrong}")
         failed = failed or wrong
     return int(failed)
 

@@ -68,7 +68,14 @@ LOSSES = {name: case for name, *case in cases()}
 
 def test_no_loss_is_without_a_formula_of_its_source() -> None:
     named = {*POLICY_LOSSES, *KL_ESTIMATORS, *LIKELIHOOD_LOSSES, *PAIR_LOSSES, *UNPAIRED_LOSSES}
-    assert named | {"online_dpo", "value", "jsd, beta 0", "jsd, beta 0.3", "jsd, beta 1"} == set(LOSSES)
+    assert named | {
+        "online_dpo",
+        "optimal_token_baseline",
+        "value",
+        "jsd, beta 0",
+        "jsd, beta 0.3",
+        "jsd, beta 1",
+    } == set(LOSSES)
 
 
 @pytest.mark.parametrize("name", LOSSES)

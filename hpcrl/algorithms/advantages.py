@@ -15,14 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hpcrl.algorithms.token_baseline import token_baselines
+from hpcrl.algorithms.whitening import all_here, whiten
 from hpcrl.config.setting import NotNegative, Several, Share
 
 _EPSILON = 1e-6
-_LEAST_VARIANCE = 1e-8
-
-
-def _all_here(sums: torch.Tensor) -> torch.Tensor:
-    return sums
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,9 @@ class AdvantageInputs:
         anchors_P: [P] int64, the number of the state in which each turn was taken; other groups have other numbers. None without turns.
         earned_P: [P] float64, the rewards before use_kl_in_reward subtracted its penalties; None where entries are tokens.
         kinds_B: each sample's data source, and its role behind a slash where it has one; empty where entries are tokens.
+        norms_P: [P] float64, the squared norm of the gradient of each token's log-probability over the logits; None but for
+            optimal_token_baseline.
+        longest: of each group of the batch, the most trained tokens that a sample of it has on any rank; None as norms_P.
         carried: numbers that the estimator keeps from batch to batch, under names of its own: it changes them in place, alike on every rank,
             and checkpoints have them.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
@@ -63,8 +63,10 @@ class AdvantageInputs:
     anchors_P: torch.Tensor | None = None
     earned_P: torch.Tensor | None = None
     kinds_B: Sequence[str] = ()
+    norms_P: torch.Tensor | None = None
+    longest: Sequence[int] | None = None
     carried: dict[str, float] = field(default_factory=dict)
-    total: Callable[[torch.Tensor], torch.Tensor] = _all_here
+    total: Callable[[torch.Tensor], torch.Tensor] = all_here
 
     def __post_init__(self) -> None:
         shapes = [tensor.shape for tensor in self._of_entries if tensor is not None]
@@ -88,7 +90,7 @@ class AdvantageInputs:
 
     @property
     def _of_entries(self) -> tuple[torch.Tensor | None, ...]:
-        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P, self.earned_P
+        return self.rewards_P, self.mask_P, self.values_P, self.anchors_P, self.earned_P, self.norms_P
 
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sample's entries, [B]."""
@@ -333,6 +335,30 @@ def opo(inputs: AdvantageInputs) -> torch.Tensor:
     return inputs.to_entries(rewards_B - inputs.by_group(weights_B * rewards_B) / inputs.by_group(weights_B))
 
 
+@per_token
+def optimal_token_baseline(inputs: AdvantageInputs) -> torch.Tensor:
+    """Return the rewards from each token on against the optimal baseline of its position in the group (optimal token baseline, arXiv:2602.07078).
+
+    The squared norm of a token's gradient is taken over the logits: 1 - 2 π + Σ π(v)^2 over tokens v, with the old policy's π. Over the
+    parameters it would cost a backward pass per token. Only trained tokens are positions: it is verl's optimal_token_baseline for one
+    turn, and its tir_optimal_token_baseline for several.
+
+    Formula:
+        G_t - (Σ W_t G_t) / (Σ W_t), or G_t where one response of the group has a t-th token. G_t: rewards from token t on. W_t: sum of
+        1 - 2π + Σπ² up to t
+    Use:
+        many samples per prompt, whose lengths or certainty differ much; penalties per token. It costs a forward pass. It is not worth it with
+        few samples, whose weights are noise: opo weighs by the length alone
+    """
+    assert inputs.norms_P is not None, "optimal_token_baseline needs the norms of the tokens' gradients"
+    assert inputs.longest is not None, "optimal_token_baseline needs the lengths of its groups"
+    returns_P = lambda_returns(inputs, torch.zeros_like(inputs.rewards_P), 1.0, 1.0)
+    baselines_P = token_baselines(
+        returns_P, inputs.norms_P, inputs.mask_P, inputs.lengths, inputs.groups_B, inputs.longest, inputs.total
+    )
+    return (returns_P - baselines_P) * inputs.mask_P
+
+
 def remax(inputs: AdvantageInputs) -> torch.Tensor:
     """Return the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 2).
 
@@ -396,6 +422,19 @@ def gigpo(
     episodes_P = inputs.to_entries(_groups(inputs).advantages(grpo_norm_by_std))
     steps_P = torch.where(inputs.mask_P > 0, steps.advantages(grpo_norm_by_std), 0.0)
     return episode_weight * episodes_P + step_weight * steps_P
+
+
+@per_turn
+def turn_returns(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor:
+    """Return the rewards from each turn on, discounted by turns, without a baseline (chunk-level returns of IPA, arXiv:2512.24873).
+
+    Formula:
+        Σ gamma^k reward_(t+k) over turns
+    Use:
+        with `ipa`, for agents of many turns that succeed rarely: late turns have most of the credit. The authors use gamma 0.95. It is not
+        worth it where most samples are rewarded: gigpo and grpo compare them
+    """
+    return torch.where(inputs.mask_P > 0, _returns(inputs, inputs.rewards_P, gamma), 0.0)
 
 
 def rae(inputs: AdvantageInputs, *, decay: Share = 0.95) -> torch.Tensor:
@@ -518,37 +557,6 @@ def lambda_returns(
     return torch.cat([row[:length] for row, length in zip(rows, inputs.lengths, strict=True)])
 
 
-def whiten(
-    values_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = _all_here
-) -> torch.Tensor:
-    """Return values with mean 0 and unbiased variance 1 over the mask on all ranks; the sources fail with fewer than two tokens."""
-    count, mean, squares = _moments(values_P, mask_P, total)
-    return (values_P - mean) / (squares / (count - 1).clamp(min=1) + _LEAST_VARIANCE).sqrt()
-
-
-def normalize(
-    advantages_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = _all_here
-) -> torch.Tensor:
-    """Return advantages with mean 0 and variance 1 over the mask on all ranks, and 0 elsewhere.
-
-    The variance is the mean square, at least 1e-8. SkyRL's mean also counts padding.
-    """
-    count, mean, squares = _moments(advantages_P, mask_P, total)
-    normal_P = (advantages_P - mean) / (squares / count).clamp(min=_LEAST_VARIANCE).sqrt()
-    return torch.where(mask_P > 0, normal_P, 0.0)
-
-
-def _moments(
-    values_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return how many tokens the mask has, at least 1, and the mean and the sum of squared differences from it."""
-    count, summed = total(torch.stack([mask_P.sum(), (values_P * mask_P).sum()]))
-    count = count.clamp(min=1)
-    mean = summed / count
-    (squares,) = total(((values_P - mean).square() * mask_P).sum()[None])
-    return count, mean, squares
-
-
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": grpo,
     "pass_at_k": pass_at_k,
@@ -556,10 +564,12 @@ ESTIMATORS: dict[str, Estimator] = {
     "maxrl": maxrl,
     "online_dpo": online_dpo,
     "opo": opo,
+    "optimal_token_baseline": optimal_token_baseline,
     "remax": remax,
     "gdpo": gdpo,
     "turn_grpo": turn_grpo,
     "gigpo": gigpo,
+    "turn_returns": turn_returns,
     "rae": rae,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,

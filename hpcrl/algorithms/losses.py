@@ -82,6 +82,19 @@ def sample_means(values_P: torch.Tensor, mask_P: torch.Tensor, lengths_B: torch.
     return sample_sums(values_P, mask_P, lengths_B) / counts_B.clamp(min=1)
 
 
+def turn_means(values_P: torch.Tensor, mask_P: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Return [P]: at each token of the mask the mean over its turn, the run of such tokens in its sample; elsewhere it means nothing."""
+    trained_P = mask_P > 0
+    samples_P = spread(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B, len(values_P))
+    goes_on_P = torch.cat([torch.zeros_like(trained_P[:1]), trained_P[:-1] & (samples_P[1:] == samples_P[:-1])])
+    turns_P = (trained_P & ~goes_on_P).cumsum(0)
+    kept_P = torch.where(trained_P, widened(values_P), 0.0)
+    sums, counts = (
+        kept_P.new_zeros(len(kept_P) + 1).index_add(0, turns_P, of_P) for of_P in (kept_P, trained_P.to(kept_P))
+    )
+    return (sums / counts.clamp(min=1))[turns_P]
+
+
 def spread(values_B: torch.Tensor, lengths_B: torch.Tensor, total: int) -> torch.Tensor:
     """Return [P]: the value of each sample at all its tokens.
 
@@ -141,9 +154,49 @@ def gspo(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float) -> Va
     """
     difference_P = tokens.logprobs.detach() - tokens.old_logprobs
     mean_B = sample_means(difference_P, tokens.mask, tokens.lengths)
-    log_ratio_P = spread(mean_B, tokens.lengths, len(difference_P))
-    log_ratio_P = tokens.logprobs - tokens.logprobs.detach() + log_ratio_P
-    return _clipped(tokens, log_ratio_P.clamp(max=_MAX_LOG_SAMPLE_RATIO).exp(), eps_clip_low, eps_clip_high)
+    ratio_P = _with_gradient(tokens, spread(mean_B, tokens.lengths, len(difference_P)))
+    return _clipped(tokens, ratio_P, eps_clip_low, eps_clip_high)
+
+
+def turn_gspo(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
+    """Return the clipped surrogate with one ratio per turn (chunks of interaction, arXiv:2512.24873).
+
+    As gspo, where a turn is a run of trained tokens: what the environment or others answer ends it. With one turn per sample it is gspo.
+    The source's code (https://github.com/alibaba/ROLL) clips it so, as its ratio of segments.
+
+    Formula:
+        as gspo, with the mean over the turn
+    Use:
+        agents of many turns: what went astray in one is clipped without the others, and single tokens upset nothing. Clip ranges lie between
+        those of gspo and of regular. It is not worth it with one update per batch of fresh samples, where no ratio is clipped
+    """
+    difference_P = tokens.logprobs.detach() - tokens.old_logprobs
+    ratio_P = _with_gradient(tokens, turn_means(difference_P, tokens.mask, tokens.lengths))
+    return _clipped(tokens, ratio_P, eps_clip_low, eps_clip_high)
+
+
+def ipa(tokens: LossTokens, *, ratio_high: Positive = 5.0) -> Values:
+    """Return the gradient of the policy, weighted where it pushes down by the turn's ratio to the rollout (IPA, arXiv:2512.24873).
+
+    A turn is as of turn_gspo. The source takes the sign of the sample's outcome; here it is that of the advantage, which is the same with
+    turn_returns.
+
+    Formula:
+        -stop(u) A log π, u = 1 where A ≥ 0, else min(ρ, 1); 0 where ρ > ratio_high. ρ = exp(mean over the turn of log π/π_rollout)
+    Use:
+        asynchronous training of agents by rare successes, with turn_returns: these are imitated whole, and pushing down fades as turns
+        become rare. It is not worth it on fresh samples: then it is gpg
+    Args:
+        ratio_high: turns whose geometric mean of probability ratios to the rollout is above this count nothing (arXiv:2512.24873, whose
+            authors use 5).
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens of weight 0, or of a ratio that was lowered to 1.
+    """
+    ratio_P = bounded_exp(turn_means(tokens.logprobs.detach() - tokens.rollout_logprobs, tokens.mask, tokens.lengths))
+    out_P = (ratio_P > ratio_high) | ((tokens.advantages < 0) & (ratio_P > 1))
+    weight_P = torch.where(tokens.advantages < 0, ratio_P.clamp(max=1), 1.0)
+    loss_P = -torch.where(ratio_P > ratio_high, 0.0, weight_P) * tokens.advantages * tokens.logprobs
+    return loss_P, {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
 
 
 def sapo(tokens: LossTokens, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Values:
@@ -481,6 +534,11 @@ def binary_kl(logprobs_P: torch.Tensor, other_logprobs_P: torch.Tensor) -> torch
     return log_P.exp() * (log_P - other_log_P) + rest_P * (rest_P / other_rest_P).log()
 
 
+def _with_gradient(tokens: LossTokens, log_ratio_P: torch.Tensor) -> torch.Tensor:
+    """Return exp of logarithms of ratios that tokens share, at most 10, each with the gradient of its own token."""
+    return (tokens.logprobs - tokens.logprobs.detach() + log_ratio_P).clamp(max=_MAX_LOG_SAMPLE_RATIO).exp()
+
+
 def _clipped(tokens: LossTokens, ratio_P: torch.Tensor, low: float, high: float) -> Values:
     plain_P = -ratio_P * tokens.advantages
     clipped_P = -ratio_P.clamp(1 - low, 1 + high) * tokens.advantages
@@ -505,6 +563,7 @@ POLICY_LOSSES: dict[str, Loss] = {
     "regular": clipped_surrogate,
     "dual_clip": dual_clip,
     "gspo": gspo,
+    "turn_gspo": turn_gspo,
     "sapo": sapo,
     "cispo": cispo,
     "rollout_is": rollout_is,
@@ -519,4 +578,5 @@ POLICY_LOSSES: dict[str, Loss] = {
     "vespo": vespo,
     "dro": dro,
     "m2po": m2po,
+    "ipa": ipa,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -14,12 +15,12 @@ from hpcrl.algorithms.advantages import (
     is_per_token,
     is_per_turn,
     lambda_returns,
-    normalize,
 )
 from hpcrl.algorithms.distillation import drift_weights, teacher_advantages
 from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
+from hpcrl.algorithms.whitening import normalize
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
@@ -140,7 +141,7 @@ def estimate_advantages(
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums.new_tensor(over_ranks(sums.tolist()))
 
-    inputs = _by_token(minis, total)
+    inputs = _by_token(minis, total, _longest(batch, minis, over_ranks) if algorithm.needs_norms else None)
     mask_P, sizes = inputs.mask_P, [len(samples.token_ids) for samples in minis]
     if is_per_token(estimator.func):
         _require_one_row(batch)
@@ -249,18 +250,39 @@ def _require_one_row(batch: Batch) -> None:
         )
 
 
-def _by_token(minis: Sequence[PackedRows], total: Callable[[torch.Tensor], torch.Tensor]) -> AdvantageInputs:
-    values = [samples.scores.values for samples in minis if samples.lengths]
-    present = [values_P.double() for values_P in values if values_P is not None]
-    assert len(present) in (0, len(values)), "a critic has scored some samples, others not"
+def _longest(batch: Batch, minis: Sequence[PackedRows], over_ranks: Sum) -> list[int]:
+    """Return of each group the most trained tokens that one of its rows has, on any rank."""
+    rows = [sum(len(sample.lengths) for sample in group.samples) for group in batch.groups]
+    firsts = [0, *accumulate(rows)]
+    trained = [0.0] * firsts[-1]
+    for samples in minis:
+        for ref, tokens in zip(samples.refs, samples.trained, strict=True):
+            trained[firsts[ref.group] + ref.index] = float(tokens)
+    trained = over_ranks(trained)
+    return [round(max(trained[start:end], default=0.0)) for start, end in pairwise(firsts)]
+
+
+def _of_tokens(minis: Sequence[PackedRows], name: str) -> torch.Tensor | None:
+    """Return a column of scores of all samples, [P] float64; None where none has it."""
+    found = [getattr(samples.scores, name) for samples in minis if samples.lengths]
+    present = [values_P.double() for values_P in found if values_P is not None]
+    assert len(present) in (0, len(found)), f"some samples have {name}, others not"
+    # a rank without samples has none either, whether others have or not
+    return _joined(present) if len(present) == len(found) else None
+
+
+def _by_token(
+    minis: Sequence[PackedRows], total: Callable[[torch.Tensor], torch.Tensor], longest: Sequence[int] | None
+) -> AdvantageInputs:
     groups = [ref.group for samples in minis for ref in samples.refs]
     return AdvantageInputs(
         rewards_P=_joined([_rewards(samples) for samples in minis]),
         mask_P=_joined([samples.loss_mask.double() for samples in minis]),
         lengths=[length for samples in minis for length in samples.lengths],
         groups_B=torch.tensor(groups, dtype=torch.int64),
-        # a rank without samples has no values either, whether there is a critic or not
-        values_P=_joined(present) if len(present) == len(values) else None,
+        values_P=_of_tokens(minis, "values"),
+        norms_P=None if longest is None else _of_tokens(minis, "squared_norms"),
+        longest=longest,
         total=total,
     )
 

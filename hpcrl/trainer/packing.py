@@ -32,6 +32,8 @@ class Scores:
     Attributes:
         old_logprobs, ref_logprobs: float32, of the policy before the update and of the reference.
         entropies: float32, of the policy before the update, where it is dumped or selects tokens.
+        squared_norms: float32, of the gradient of the token's log-probability over the logits, by the policy before the update, where the
+            advantage estimator weighs by it.
         staleness: float32, as of PackedRows, where old log-probabilities are estimated by it.
         values: float32, what the critic expected before the token.
         penalties: float64, subtracted from the token's reward.
@@ -47,6 +49,7 @@ class Scores:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     entropies: torch.Tensor | None = None
+    squared_norms: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_top: torch.Tensor | None = None
@@ -349,6 +352,20 @@ class MiniBatch:
             return torch.zeros(0), none.int(), none
         logprobs_P, ids_PK, top_PK = (torch.cat(column).cpu() for column in zip(*found, strict=True))
         return logprobs_P, ids_PK.int(), top_PK
+
+    def scored_both(
+        self,
+        forward: Callable[[MicroBatchStream], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        before: Before = _nothing,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two columns [P] float32 on the CPU, as `scored` returns one."""
+        parts = self.plan.score[self.rank]
+        passes = zip(parts, forward(MicroBatchStream(self.rows, parts, before)), strict=True)
+        found = [outputs for part, outputs in passes if part]
+        if not found:
+            return torch.zeros(0), torch.zeros(0)
+        first_P, second_P = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+        return first_P, second_P
 
     def scored(
         self, forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]], before: Before = _nothing

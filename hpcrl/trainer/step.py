@@ -290,11 +290,9 @@ class Learner:
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
         old = old or self._trainer.distillation.enable
         here, old = self._ranks.policy, old and self._compares_logprobs
-        if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
-            if algorithm.approximate_old_logprobs:
-                scores.staleness = mini.rows.staleness.clamp(min=0)
-            else:
-                scores.old_logprobs = mini.scored(self.policy.logprobs, before)
+        old = old and not algorithm.use_rollout_logprobs_for_loss
+        if here and not self._offline:
+            self._score_old(mini, before, old=old)
         if (
             here
             and self._trainer.colocated_reference
@@ -306,6 +304,18 @@ class Learner:
             score_by_teacher(batch, mini, self.policy, self._trainer.distillation, before)
         if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)
+
+    def _score_old(self, mini: MiniBatch, before: Callable[[], None], *, old: bool) -> None:
+        """Fill in log-probabilities of the old policy, where `old` asks for them, and what else the advantages need of it."""
+        algorithm, scores = self._trainer.algorithm, mini.rows.scores
+        computed = old and not algorithm.approximate_old_logprobs
+        if old and not computed:
+            scores.staleness = mini.rows.staleness.clamp(min=0)
+        if algorithm.needs_norms:
+            logprobs_P, scores.squared_norms = mini.scored_both(self.policy.logprobs_and_norms, before)
+            scores.old_logprobs = logprobs_P if computed else None
+        elif computed:
+            scores.old_logprobs = mini.scored(self.policy.logprobs, before)
 
     def _resumed(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch | None:
         """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""

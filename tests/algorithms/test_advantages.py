@@ -18,11 +18,10 @@ from hpcrl.algorithms.advantages import (
     is_per_token,
     is_per_turn,
     lambda_returns,
-    normalize,
-    whiten,
 )
 from hpcrl.algorithms.filters import varied
 from hpcrl.algorithms.settings import configured
+from hpcrl.algorithms.whitening import normalize, whiten
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.sections.algorithm import GDPOConfig
 from hpcrl.config.sections.functions import GaeConfig, PassAtKConfig
@@ -71,6 +70,17 @@ def inputs(
         anchors_P=torch.tensor(anchors),
         earned_P=torch.cat(parts) + 0.01 * torch.cat(masks),
         kinds_B=[("even", "odd")[group % 2] for group in groups],
+        norms_P=norms(tokens, lengths),
+        longest=[
+            max((n for n, own in zip(tokens, groups, strict=True) if own == group), default=0) for group in range(6)
+        ],
+    )
+
+
+def norms(tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return norms of tokens that depend on their place and on the length of their sample, and no number where nothing is trained."""
+    return torch.cat(
+        [(torch.arange(n) * (count + 1.0)).sin().double() + 1 for count, n in zip(tokens, lengths, strict=True)]
     )
 
 
@@ -382,7 +392,19 @@ def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[in
 def test_a_rank_without_samples(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
     nobody = torch.zeros(0, dtype=torch.int64)
-    none = AdvantageInputs(empty, empty, [], nobody, empty, empty, named([], []), anchors_P=nobody, earned_P=empty)
+    none = AdvantageInputs(
+        empty,
+        empty,
+        [],
+        nobody,
+        empty,
+        empty,
+        named([], []),
+        anchors_P=nobody,
+        earned_P=empty,
+        norms_P=empty,
+        longest=[],
+    )
     assert estimate(name, none) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
@@ -107,7 +108,7 @@ def test_gradients_are_those_of_the_value(loss: str) -> None:
     )
     policy_loss = build_policy_loss(algorithm)
     (sample,) = make_samples([6], seed=3, spread=0.05)
-    stopped = loss in ("cispo", "rollout_is", "gspo", "vespo")
+    stopped = loss in ("cispo", "rollout_is", "gspo", "turn_gspo", "ipa", "vespo")
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)  # clip_cov draws tokens
@@ -119,10 +120,16 @@ def test_gradients_are_those_of_the_value(loss: str) -> None:
         assert torch.autograd.gradcheck(value, (leaf,), eps=1e-6, atol=1e-8)
         return
     (gradient,) = torch.autograd.grad(value(leaf), leaf)
-    before = sample.rollout_logprobs if loss in ("rollout_is", "vespo") else sample.old_logprobs
-    ratio, kept, least = (sample.logprobs - before).exp(), sample.mask > 0, {"cispo": 1.0, "vespo": 0.0}.get(loss, 0.8)
+    before = sample.rollout_logprobs if loss in ("rollout_is", "ipa", "vespo") else sample.old_logprobs
+    least = {"cispo": 1.0, "vespo": 0.0, "ipa": 0.0}.get(loss, 0.8)
+    ratio, kept = (sample.logprobs - before).exp(), sample.mask > 0
     if loss == "gspo":
         ratio = (sample.logprobs - before)[kept].mean().exp().expand_as(ratio)
+    if loss in ("turn_gspo", "ipa"):  # the second of six tokens is the environment's
+        difference = sample.logprobs - before
+        ratio = torch.cat([difference[:1], difference[1:2], difference[2:].mean().expand(4)]).exp()
+    if loss == "ipa":
+        ratio = ratio.clamp(max=1) if sample.advantages[0] < 0 else torch.ones_like(ratio)
     if loss == "vespo":
         k, rate = (2, 3) if sample.advantages[0] >= 0 else (3, 2)
         whole = ratio[kept].prod()
@@ -152,6 +159,50 @@ def test_gspo_is_the_gradient_of_the_samples_ratio() -> None:
     mean = masked_sum(other - sample.old_logprobs, sample.mask) / sample.mask.sum()
     (-mean.exp() * sample.advantages[0]).backward()
     torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_a_turn_is_a_run_of_trained_tokens() -> None:
+    """Two samples, of two turns and of one, with what has no meaning where nothing is trained."""
+    values = torch.tensor([torch.nan, 1.0, 3.0, torch.nan, 5.0, 7.0, 2.0, 6.0], dtype=torch.float64)
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1], dtype=torch.float64)
+    found = losses.turn_means(values, mask, torch.tensor([6, 2]))
+    assert found[mask > 0].tolist() == [2.0, 2.0, 6.0, 6.0, 4.0, 4.0]
+    whole = losses.turn_means(values, mask, torch.tensor([8]))
+    assert whole[mask > 0].tolist() == [2.0, 2.0, 5.0, 5.0, 5.0, 5.0]
+
+
+def turned(logprobs: list[float], before: list[float], advantage: float) -> losses.LossTokens:
+    """One sample of two turns of two tokens each, with one of the environment between them."""
+    both = [torch.tensor([*values[:2], 0.0, *values[2:]], dtype=torch.float64) for values in (logprobs, before)]
+    mask = torch.tensor([1, 1, 0, 1, 1], dtype=torch.float64)
+    return losses.LossTokens(both[0], both[1], both[1], torch.full_like(mask, advantage), mask, torch.tensor([5]))
+
+
+def test_what_went_astray_in_one_turn_is_clipped_without_the_other() -> None:
+    """The logarithms of ratios are 0.5 and 0.1, mean 0.3, in the first turn, and -0.1 and 0.1, mean 0, in the second."""
+    given = turned([-1.0, -1.0, -1.0, -1.0], [-1.5, -1.1, -0.9, -1.1], 2.0)
+    loss, sums = losses.turn_gspo(given, eps_clip_low=0.2, eps_clip_high=0.2)
+    assert loss[given.mask > 0].tolist() == pytest.approx([-2.4, -2.4, -2.0, -2.0])
+    assert sums["clip_ratio"] == 2
+    whole, sums = losses.gspo(given, eps_clip_low=0.2, eps_clip_high=0.2)
+    assert whole[given.mask > 0].tolist() == pytest.approx([-2 * math.exp(0.15)] * 4)
+    assert sums["clip_ratio"] == 0
+
+
+def test_ipa_imitates_what_is_good_and_weighs_what_is_not() -> None:
+    """Ratios of turns are exp(-0.3) and exp(0.2)."""
+    logprobs, before = [-1.0, -2.0, -1.0, -2.0], [-0.8, -1.6, -1.2, -2.2]
+    better, worse = turned(logprobs, before, 2.0), turned(logprobs, before, -2.0)
+    kept = better.mask > 0
+    loss, sums = losses.ipa(better, ratio_high=5.0)
+    assert loss[kept].tolist() == pytest.approx([2.0, 4.0, 2.0, 4.0])
+    assert sums["clip_ratio"] == 0
+    loss, sums = losses.ipa(worse, ratio_high=5.0)
+    assert loss[kept].tolist() == pytest.approx([-2 * math.exp(-0.3), -4 * math.exp(-0.3), -2.0, -4.0])
+    assert sums["clip_ratio"] == 2
+    loss, sums = losses.ipa(better, ratio_high=1.1)
+    assert loss[kept].tolist() == pytest.approx([2.0, 4.0, 0.0, 0.0])
+    assert sums["clip_ratio"] == 2
 
 
 EXTREME = {

@@ -58,6 +58,14 @@ def test_turn_grpo_adds_up_what_the_turns_from_one_on_have_over_their_group() ->
     assert estimate("turn_grpo", inputs()) == pytest.approx(expected)
 
 
+def test_turn_returns_are_discounted_by_turns() -> None:
+    found = estimate("turn_returns", inputs(), gamma=0.5)
+    assert found == pytest.approx([0.5, 1.0, 0.0, 0.0, 0.0, 2.0, 2.5, 3.0])
+    assert estimate("turn_returns", inputs([[0.0, 0.0, 1.0]], [[0, 1, 2]], [0]), gamma=0.95) == pytest.approx(
+        [0.95**2, 0.95, 1.0]
+    )
+
+
 def test_gigpo_adds_the_turns_in_the_same_state() -> None:
     """With gamma 0.5 the turns are worth 0.5, 1, 0, 0, 0 and 2. In state 0 these are 0.5, 0 and 2, in state 1 they are 1 and 0."""
     episodes = [0.0, 0.0, -1.0, -1.0, -1.0, 1.0, 4.0, 4.0]  # of 1, 0 and 2; of 4 alone

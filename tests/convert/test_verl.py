@@ -179,6 +179,10 @@ def test_megatron_shares_its_gpus_and_recomputes_as_told(tmp_path: Path) -> None
         ("algorithm.rollout_correction.rollout_is=token", {"off_policy_correction.tis_ratio_type": "token"}),
         ("algorithm.adv_estimator=reinforce_plus_plus", {"advantage_estimator": "reinforce++"}),
         (
+            f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}calculate_sum_pi_squared=True",
+            {"advantage_estimator": "optimal_token_baseline"},
+        ),
+        (
             f"algorithm.adv_estimator=grpo_passk {ROLLOUT}n=6",
             {"advantage_estimator": "pass_at_k", "pass_at_k.k": 6, "grpo_norm_by_std": True},
         ),

@@ -43,6 +43,7 @@ FAMILIES = {
     "gspo": [f"{ALGORITHM}policy_loss_type=gspo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "cispo": [f"{ALGORITHM}policy_loss_type=cispo", NO_REFERENCE],
     "remax": [f"{ALGORITHM}advantage_estimator=remax"],
+    "optimal_token_baseline": [f"{ALGORITHM}advantage_estimator=optimal_token_baseline"],
     "gae": GAE,
     "gae_critic_apart": [*GAE, "trainer.placement.critic_num_nodes=1"],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],

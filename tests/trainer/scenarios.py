@@ -182,6 +182,7 @@ def worth(world: World, options: dict[str, Any]) -> None:
         for samples in packed:
             spread = samples.labels / 10
             samples.scores.old_logprobs, samples.scores.ref_logprobs = -spread, -spread.square()
+            samples.scores.squared_norms = spread / 2
         penalty = KlRewardPenalty(algorithm, {})
         charged = penalty.apply_kl_penalty(packed, world.sum)
         advantages = estimate_advantages(batch, packed, algorithm, world.sum)

@@ -86,7 +86,9 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
 
 def everything(run: Run, batch: Batch) -> PackedRows:
     refs = [RowRef(at, index, 0) for at in range(4) for index in range(4)]
-    return pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
+    packed = pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
+    packed.scores.squared_norms = packed.labels / 20
+    return packed
 
 
 def one_rank(run: Run, batch: Batch, **settings: Any) -> tuple[list[View], Advantages]:
@@ -178,6 +180,7 @@ def test_samples_that_failed_do_not_change_what_the_others_are_worth(tmp_path: P
                 samples.append(replace(row, loss_mask=row.loss_mask * (reason != "failed")))
                 refs.append(RowRef(at, place, 0))
         packed = pack(samples, refs)
+        packed.scores.squared_norms = packed.labels / 20
         estimate_advantages(changed, [packed], algorithm, list)
         return [row for sample in views([packed]) if (row := of(sample)[mask(sample)].tolist())]
 

@@ -131,6 +131,10 @@ class Counted(FsdpPolicy):
         self.passes += 1
         return super().logprobs(batches, reference=reference)
 
+    def logprobs_and_norms(self, batches: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.passes += 1
+        return super().logprobs_and_norms(batches)
+
 
 def test_old_logprobs_of_later_mini_batches_are_estimated_without_a_pass(
     run: Run, alone: World, model_path: Path
@@ -147,6 +151,26 @@ def test_old_logprobs_of_later_mini_batches_are_estimated_without_a_pass(
     mean, exact = (found[estimated]["policy/loss_metrics/ratio"] for estimated in (True, False))
     assert mean != pytest.approx(exact, abs=1e-3)
     assert found[True]["policy/grad_norm"] > 0
+
+
+def test_norms_and_old_logprobs_are_of_one_pass(run: Run, alone: World, model_path: Path) -> None:
+    """With old log-probabilities or without, and however micro-batches are divided."""
+    batch = make_batch(run, step=1, groups=2, size=3)
+    settings = {"use_kl_loss": False, "advantage_estimator": "optimal_token_baseline"}
+    found = []
+    for limits, rollout in (((1, 1), False), ((2, 64), False), ((2, 2), True)):
+        own = learner(run, alone, model_path, limits, {**settings, "use_rollout_logprobs_for_loss": rollout})
+        own.policy.__class__ = Counted
+        found.append(own.train(batch, PhaseTimer()))
+        assert isinstance(own.policy, Counted)
+        assert own.policy.passes == 2, "one for each mini-batch"
+    for name, value in found[0].items():
+        assert found[1][name] == pytest.approx(value, abs=1e-5), name
+    assert found[2]["loss/avg_raw_advantages_abs"] == pytest.approx(found[0]["loss/avg_raw_advantages_abs"])
+    assert found[0]["policy/grad_norm"] > 0
+    compared = learner(run, alone, model_path, (2, 2), {**settings, "advantage_estimator": "opo"})
+    other = compared.train(batch, PhaseTimer())["loss/avg_raw_advantages_abs"]
+    assert other != pytest.approx(found[0]["loss/avg_raw_advantages_abs"], rel=1e-3)
 
 
 def test_what_the_environment_answers_is_learned_too(run: Run, alone: World, model_path: Path) -> None:

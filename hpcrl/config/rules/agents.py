@@ -138,7 +138,7 @@ def rows_of_samples(config: ConfigTree) -> Iterator[Problem]:
         return
     path = "generator.step_wise_trajectories" if config.generator.step_wise_trajectories else _ENDPOINT
     algorithm = config.trainer.algorithm
-    if algorithm.advantage_estimator in ("gae", "reinforce++"):
+    if algorithm.advantage_estimator in ("gae", "reinforce++", "optimal_token_baseline"):
         yield Problem(
             path,
             f"does not work with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}, which needs the whole sample",

@@ -275,7 +275,7 @@ def _off_policy(config: ConfigTree) -> Iterator[Problem]:
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
         if low is not None and high is not None and low > high:
             yield Problem(f"{path}.{name}_low", f"expected at most {name}_high ({high}), found {low}")
-    if correction.tis_ratio_type is not None and algorithm.policy_loss_type in ("dppo", "vespo", "m2po"):
+    if correction.tis_ratio_type is not None and algorithm.policy_loss_type in ("dppo", "vespo", "m2po", "ipa"):
         yield Problem(
             f"{path}.tis_ratio_type",
             f"the loss {algorithm.policy_loss_type} has the ratio to the rollout already, which would count twice; leave it out",

@@ -123,9 +123,9 @@ def _read_by(name: str) -> When:
 
 
 _DISCOUNTS = any_of(
-    chosen("advantage_estimator", "gae", "reinforce++", "gigpo"),
+    chosen("advantage_estimator", "gae", "reinforce++", "gigpo", "turn_returns"),
     CRITIC,
-    needs="{section}.advantage_estimator=gae, reinforce++ or gigpo, or a critic",
+    needs="{section}.advantage_estimator=gae, reinforce++, gigpo or turn_returns, or a critic",
 )
 _REFERENCE = when("trainer.uses_reference", needs="{section}.use_kl_loss or use_kl_in_reward")
 
@@ -282,3 +282,8 @@ class AlgorithmConfig(FunctionsConfig):
     def needs_baselines(self) -> bool:
         """Whether each training group needs the reward of a greedy response."""
         return self.advantage_estimator == "remax"
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether scoring measures the gradient of each token's log-probability over the logits."""
+        return self.advantage_estimator == "optimal_token_baseline"

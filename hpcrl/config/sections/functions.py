@@ -17,6 +17,7 @@ POLICY_LOSSES: dict[str, Named] = {
     "regular": Named("the clipped surrogate of PPO (arXiv:1707.06347), with two bounds as in DAPO (arXiv:2503.14476)", ("eps_clip_low", "eps_clip_high",)),
     "dual_clip": Named("the clipped surrogate, also bounded for negative advantages (arXiv:1912.09729)", ("eps_clip_low", "eps_clip_high", "clip_ratio_c",)),
     "gspo": Named("the clipped surrogate with one ratio per sample (GSPO, arXiv:2507.18071)", ("eps_clip_low", "eps_clip_high",)),
+    "turn_gspo": Named("the clipped surrogate with one ratio per turn (chunks of interaction, arXiv:2512.24873)", ("eps_clip_low", "eps_clip_high",)),
     "sapo": Named("the loss with a soft gate (SAPO, arXiv:2511.20347)", ("tau_pos", "tau_neg",)),
     "cispo": Named("the loss with clipped weights (CISPO, arXiv:2506.13585)", ("cispo_eps_clip_low", "cispo_eps_clip_high",)),
     "rollout_is": Named("the loss weighted by the ratio to the rollout, 0 out of bounds (IcePop, https://ringtech.notion.site/icepop)", ("eps_clip_low", "eps_clip_high",)),
@@ -31,6 +32,7 @@ POLICY_LOSSES: dict[str, Named] = {
     "vespo": Named("the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693)", ("k_pos", "lambda_pos", "k_neg", "lambda_neg",)),
     "dro": Named("the policy gradient with a squared penalty in place of a ratio (DRO, arXiv:2405.19107 and arXiv:2501.12599)", ("beta",)),
     "m2po": Named("the ratio to the rollout without the tokens that have gone farthest from it (M2PO, arXiv:2510.01161)", ("threshold",)),
+    "ipa": Named("the gradient of the policy, weighted where it pushes down by the turn's ratio to the rollout (IPA, arXiv:2512.24873)", ("ratio_high",)),
 }
 
 ADVANTAGE_ESTIMATORS: dict[str, Named] = {
@@ -40,10 +42,12 @@ ADVANTAGE_ESTIMATORS: dict[str, Named] = {
     "maxrl": Named("the reward against the mean of its group, divided by that mean (MaxRL, arXiv:2602.02710)", ()),
     "online_dpo": Named("the weights of the best and of the worst sample of each group in the gradient of DPO (online DPO, arXiv:2402.04792)", ("kl_loss_coef",)),
     "opo": Named("the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585)", ()),
+    "optimal_token_baseline": Named("the rewards from each token on against the optimal baseline of its position in the group (optimal token baseline, arXiv:2602.07078)", ()),
     "remax": Named("the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505)", ()),
     "gdpo": Named("several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242)", ("rewards",)),
     "turn_grpo": Named("the rewards from each turn on, each against the mean over all turns of its group (GRPO with process supervision, arXiv:2402.03300)", ("grpo_norm_by_std",)),
     "gigpo": Named("the sample against its group, and each turn against those that the group took in the same state (GiGPO, arXiv:2505.10978)", ("gamma", "grpo_norm_by_std", "step_weight", "episode_weight",)),
+    "turn_returns": Named("the rewards from each turn on, discounted by turns, without a baseline (chunk-level returns of IPA, arXiv:2512.24873)", ("gamma",)),
     "rae": Named("the reward against a moving mean of those of its data source and role (role-conditioned advantages of SPIRAL, arXiv:2506.24119)", ("decay",)),
     "reinforce++": Named("the discounted rewards from each token on, whitened over the batch (REINFORCE++, arXiv:2501.03262)", ("gamma",)),
     "reinforce++_baseline": Named("the reward against the mean of its group, whitened over the tokens of the batch (REINFORCE++ with a baseline, arXiv:2501.03262)", ()),
@@ -178,6 +182,12 @@ class M2poConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IpaConfig:
+    ratio_high: float = setting(5.0, range=POSITIVE)
+    """ipa: turns whose geometric mean of probability ratios to the rollout is above this count nothing (arXiv:2512.24873, whose authors use 5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PassAtKConfig:
     k: int = setting(4, range=SEVERAL)
     """pass_at_k: number of samples whose best reward is trained (arXiv:2505.15201); at most generator.n_samples_per_prompt."""
@@ -223,6 +233,8 @@ class FunctionsConfig:
     dro: DroConfig = section(DroConfig, used_by=chosen("policy_loss_type", "dro"))
 
     m2po: M2poConfig = section(M2poConfig, used_by=chosen("policy_loss_type", "m2po"))
+
+    ipa: IpaConfig = section(IpaConfig, used_by=chosen("policy_loss_type", "ipa"))
 
     pass_at_k: PassAtKConfig = section(PassAtKConfig, used_by=chosen("advantage_estimator", "pass_at_k"))
 

@@ -21,8 +21,9 @@ _ESTIMATORS = {
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
     "grpo_passk": "pass_at_k",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
-_ESTIMATORS |= {name: name for name in ("gae", "grpo", "rloo", "remax", "opo")}
+_ESTIMATORS |= {name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "optimal_token_baseline")}
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _REDUCTIONS = {
     name: name.replace("-", "_")

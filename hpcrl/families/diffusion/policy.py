@@ -43,6 +43,7 @@ from hpcrl.types import MicroBatch
 
 OLD, AVERAGE = "old", "average"
 """Folders of a checkpoint."""
+_NO_VOCABULARY = "a denoising step has no vocabulary; rules of the configuration refuse what asks for it"
 _INDEX, _DIFFUSERS_INDEX = "model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"
 
 
@@ -107,12 +108,13 @@ class DiffusionPolicy(FsdpExported[DiffusionModel]):
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         return (entropies_P for _, entropies_P in self._scored(batches, reference=False))
 
+    def logprobs_and_norms(self, batches: MicroBatches) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        raise NotImplementedError(_NO_VOCABULARY)
+
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        raise NotImplementedError(
-            "a denoising step has no vocabulary; rules of the configuration refuse what asks for it"
-        )
+        raise NotImplementedError(_NO_VOCABULARY)
 
     def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         raise NotImplementedError("rules of the configuration refuse references that follow a diffusion policy")

@@ -128,6 +128,7 @@ def of_language_models(config: ConfigTree) -> Iterator[Problem]:
         "trainer.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
         "trainer.algorithm.use_entropy_loss": algorithm.use_entropy_loss,
         "trainer.algorithm.top_entropy_quantile": algorithm.top_entropy_quantile < 1,
+        'trainer.algorithm.advantage_estimator="optimal_token_baseline"': algorithm.needs_norms,
         "trainer.algorithm.reference_reset_interval": algorithm.reference_reset_interval is not None,
         "trainer.update_ref_every_epoch": trainer.update_ref_every_epoch,
         "trainer.algorithm.min_filter_prefix_tokens": algorithm.min_filter_prefix_tokens is not None,

@@ -156,6 +156,10 @@ class PolicyEngine(ModelEngine, Protocol):
         """Yield [P] entropies of the policy at each token in nats, without gradient."""
         ...
 
+    def logprobs_and_norms(self, batches: MicroBatches) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield log-probabilities of the labels, and the squared norms of their gradients over the logits, [P] each, of the policy in one pass."""
+        ...
+
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -36,7 +36,7 @@ class ForwardConfig:
         compiled: log-probabilities and entropies are computed by compiled code.
         dtype: of the logits from which log-probabilities are computed.
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
-        scored_entropy: scoring computes entropies too.
+        scored: what scoring computes beside log-probabilities.
         vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
         experts: what routers of a mixture of experts are asked for; None: nothing.
         never_said: tokens that no engine samples, whose probability is 0 here too.
@@ -52,7 +52,7 @@ class ForwardConfig:
     compiled: bool = False
     dtype: torch.dtype = torch.float32
     entropy_loss: bool = True
-    scored_entropy: bool = False
+    scored: Entropy = "none"
     vocabulary: int | None = None
     experts: ExpertsConfig | None = None
     never_said: tuple[int, ...] = ()
@@ -60,9 +60,9 @@ class ForwardConfig:
 
     @property
     def entropy(self) -> Entropy:
-        """What entropies are for in the pass that runs now: scoring, without gradient, asks for none, unless `scored_entropy`."""
+        """What entropies are for in the pass that runs now: in scoring, without gradient, `scored`."""
         if not torch.is_grad_enabled():
-            return "metric" if self.scored_entropy else "none"
+            return self.scored
         return "trained" if self.entropy_loss else "metric"
 
 

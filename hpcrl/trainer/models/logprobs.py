@@ -16,8 +16,9 @@ from torch.nn.functional import linear, nll_loss
 
 from hpcrl.trainer.models.logits import capped
 
-Entropy = Literal["trained", "metric", "none"]
-"""Use of entropies: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
+Entropy = Literal["trained", "metric", "none", "norms"]
+"""Use of entropies: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0. "norms": squared
+norms take their place, those of the gradients of the labels' log-probabilities over the logits, and carry no gradient."""
 
 Rows = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype, Entropy, torch.Tensor | None, torch.Tensor | None],
@@ -89,8 +90,17 @@ def plain_rows(
     logprobs_R = -nll_loss(logprobs_RV, labels_R, reduction="none").float()
     if entropy == "none":
         return logprobs_R, logprobs_R.new_zeros(len(logprobs_R)), *more
+    if entropy == "norms":
+        return logprobs_R, _squared_norms(logprobs_RV.detach(), labels_R), *more
     measured_RV = logprobs_RV if entropy == "trained" else logprobs_RV.detach()
     return logprobs_R, -(measured_RV.exp() * measured_RV).sum(-1, dtype=torch.float32), *more
+
+
+def _squared_norms(logprobs_RV: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tokens v of (1[v is the label] - π(v))^2, which is 1 - 2 π(label) + Σ π(v)^2, [R] float32."""
+    places_R1 = labels_R[:, None]
+    others_R1 = torch.expm1(logprobs_RV.gather(-1, places_R1))  # π - 1 would be rounding where π is near 1
+    return logprobs_RV.exp().scatter(-1, places_R1, others_R1).square().sum(-1, dtype=torch.float32)
 
 
 def top_rows(

@@ -272,6 +272,12 @@ OF_ALGORITHMS = [
         {f"{CORRECTION}.token_mask_kl_threshold": 0.1, f"{ALGORITHM}.policy_loss_type": "vespo"},
     ),
     Case(
+        "ipa has its own importance ratio",
+        {f"{CORRECTION}.tis_ratio_type": "token", f"{ALGORITHM}.policy_loss_type": "ipa"},
+        f"{CORRECTION}.tis_ratio_type", "the loss ipa has the ratio to the rollout already",
+        {f"{CORRECTION}.tis_ratio_type": "token", f"{ALGORITHM}.policy_loss_type": "turn_gspo"},
+    ),
+    Case(
         "a mask by divergence wants two distributions",
         {f"{CORRECTION}.token_mask_kl_threshold": 0.1, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
         f"{CORRECTION}.token_mask_kl_threshold", "old and rollout log-probabilities are the same",

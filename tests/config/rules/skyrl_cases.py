@@ -443,4 +443,10 @@ SKYRL = [
         "generator.step_wise_trajectories", "does not work with trainer.algorithm.advantage_estimator=reinforce++",
         {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "rloo"},
     ),
+    Case(
+        "step-wise samples have no positions in a group",
+        {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "optimal_token_baseline"},
+        "generator.step_wise_trajectories", "advantage_estimator=optimal_token_baseline, which needs the whole sample",
+        {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "opo"},
+    ),
 ]  # fmt: skip

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, is_per_token, lambda_returns, normalize, whiten
+from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, is_per_token, lambda_returns
 from hpcrl.algorithms.filters import varied
+from hpcrl.algorithms.whitening import normalize, whiten
 from hpcrl.config import AlgorithmConfig
 from hpcrl.controller.metrics import batch_metrics
 from hpcrl.rollout.engines.base import Generation

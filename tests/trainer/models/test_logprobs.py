@@ -104,6 +104,37 @@ def test_sampling_masks_in_compiled_code() -> None:
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_rows", [7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_those_of_the_gradients_over_the_logits(chunk_rows: int, dtype: torch.dtype) -> None:
+    """By autograd in float64, in whole vocabularies and among sampled tokens, from drawn labels to ones of probability 1 - 1e-4."""
+    draw = torch.Generator().manual_seed(3)
+    hidden, head = (torch.randn(n, 8, generator=draw) for n in (32, 50))
+    mask = torch.stack([torch.randperm(50, generator=draw)[:6] for _ in range(32)]).int()
+    mask[::2] = -1
+    labels = torch.where(mask[:, 2] < 0, torch.randint(0, 50, (32,), generator=draw), mask[:, 2]).long()
+    hidden[-8:], mask[-8:] = 3 * head[labels[-8:]], -1
+    kept = torch.ones(32, 50, dtype=torch.bool)
+    for row in range(1, 24, 2):
+        kept[row] = torch.isin(torch.arange(50), mask[row])
+    logits = (hidden.to(dtype) @ head.to(dtype).T).double().requires_grad_()
+    logprobs = (logits / 0.6).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    (gradient,) = torch.autograd.grad(logprobs.gather(1, labels[:, None]).sum(), logits)
+    expected = (0.6 * gradient).square().sum(-1)
+    assert expected.min() < 1e-6 < 1 < expected.max()
+    for asked in (True, False):
+        hidden.requires_grad_(asked)
+        found = token_logprobs(
+            hidden.to(dtype), head.to(dtype), labels, 0.6, chunk_rows, dtype=dtype, entropy="norms", mask_PK=mask
+        )
+        plain = token_logprobs(hidden.to(dtype), head.to(dtype), labels, 0.6, chunk_rows, dtype=dtype, mask_PK=mask)
+        assert torch.equal(found[0], plain[0])
+        assert found[1].dtype == torch.float32
+        assert not found[1].requires_grad
+        close = {"rtol": 1e-4, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 0.1, "atol": 1e-4}
+        torch.testing.assert_close(found[1].double(), expected, **close)
+
+
 def worst(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> list[float]:
     """Return the largest error of each tensor, against its largest value."""
     pairs = zip(actual, expected, strict=True)
@@ -232,3 +263,4 @@ def test_scoring_asks_for_no_entropy() -> None:
     assert ForwardConfig(temperature=1.0, chunk_rows=1, entropy_loss=True).entropy == "trained"
     with torch.no_grad():
         assert ForwardConfig(temperature=1.0, chunk_rows=1, entropy_loss=True).entropy == "none"
+        assert ForwardConfig(temperature=1.0, chunk_rows=1, scored="norms").entropy == "norms"

@@ -393,8 +393,12 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
         return (logprobs_P for logprobs_P, *_ in self._outputs(batches, reference=reference))
 
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        with computing(self._model, scored_entropy=True):
+        with computing(self._model, scored="metric"):
             yield from (entropies_P for _, entropies_P, *_ in self._outputs(batches, reference=False))
+
+    def logprobs_and_norms(self, batches: MicroBatches) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        with computing(self._model, scored="norms"):
+            yield from ((logprobs_P, norms_P) for logprobs_P, norms_P, *_ in self._outputs(batches, reference=False))
 
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False

@@ -274,8 +274,13 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         return self._outputs(Pipeline.first_output, batches, reference=reference)
 
     def entropies(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        with self._computing(scored_entropy=True):
+        with self._computing(scored="metric"):
             yield from self._outputs(Pipeline.second_output, batches, reference=False)
+
+    def logprobs_and_norms(self, batches: MicroBatches) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        with self._computing(scored="norms"):
+            found = self._outputs(Pipeline.both_outputs, batches, reference=False)
+            yield from ((both_2P[0], both_2P[1]) for both_2P in found)
 
     def top_logprobs(
         self, batches: MicroBatches, *, reference: bool = False

@@ -58,6 +58,8 @@ class VocabularyShare:
             more = (self._logprobs(others, of_all_R, ids_RK),)
         if entropy == "none":
             return logprob_R, logprob_R.new_zeros(len(logprob_R)), *more
+        if entropy == "norms":
+            return logprob_R, self._squared_norms(weights.detach(), total_R.detach(), labels_R), *more
         if entropy == "metric":
             weights, logits, total_R = weights.detach(), logits.detach(), total_R.detach()
         return logprob_R, total_R.log() - self._sum((weights * logits).sum(-1)) / total_R, *more
@@ -111,6 +113,11 @@ class VocabularyShare:
         here_RK = (own_RK >= 0) & (own_RK < self.size)
         found_RK = logits.gather(-1, own_RK.clamp(0, self.size - 1))
         return self._sum(torch.where(here_RK, found_RK, 0.0)) - total_R.log()[:, None]
+
+    def _squared_norms(self, weights: torch.Tensor, total_R: torch.Tensor, labels_R: torch.Tensor) -> torch.Tensor:
+        """Return what that of hpcrl/trainer/models/logprobs.py does, from what `_shifted` returns."""
+        own = torch.arange(self.first, self.first + self.size, device=weights.device) == labels_R[:, None]
+        return self._sum((weights / total_R[:, None] - own.float()).square().sum(-1))
 
     def _gathered(self, values_RK: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(values_RK) for _ in range(self.group.size())]

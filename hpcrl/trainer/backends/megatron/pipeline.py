@@ -75,6 +75,10 @@ class Pipeline:
         """Yield the second output for each micro-batch, [P] on every stage, without gradient."""
         return self._forward(batches, lambda _, values_KP: values_KP[1], lambda _: ())
 
+    def both_outputs(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        """Yield the first two outputs for each micro-batch, [2, P] on every stage, without gradient."""
+        return self._forward(batches, lambda _, values_KP: values_KP[:2], lambda _: (2,))
+
     def top_outputs(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         """Yield all outputs for each micro-batch that asks for `top_k`, [1 + 2 top_k, P] on every stage, without gradient; see `top_columns`."""
         return self._forward(batches, lambda _, values_KP: values_KP, lambda batch: (1 + 2 * batch.top_k,))

@@ -38,6 +38,12 @@ OF_PICTURES = [
         PICTURES,
     ),
     Case(
+        "pictures have no vocabulary whose probabilities are squared",
+        {**PICTURES, **NO_KL, "trainer.algorithm.advantage_estimator": "optimal_token_baseline"},
+        "trainer.algorithm.advantage_estimator", "language models",
+        {**PICTURES, **NO_KL, "trainer.algorithm.advantage_estimator": "opo"},
+    ),
+    Case(
         "Megatron-core has no such transformers",
         {**PICTURES, **NO_KL, "trainer.strategy": "megatron"}, "trainer.strategy", "expected fsdp2",
         {**PICTURES, **NO_KL},

@@ -251,6 +251,8 @@ class PolicyWay(Way):
         for mini in minis:
             score(self.engine, mini, MicroBatchLimit(4, self.limit.tokens), old=True, reference=True)
             mini.rows.scores.entropies = mini.scored(self.engine.entropies)
+            if step == 1:
+                self._norms(mini)
             for row in views([mini.rows]):
                 place, scores = f"{row.ref.group}.{row.ref.index}", mini.rows.scores
                 self.of_samples[f"{step}.policy.{place}"] = row.of(scores.old_logprobs).clone()
@@ -261,6 +263,13 @@ class PolicyWay(Way):
             for mini in minis:
                 self._taught(step, mini, distillation.top_k)
         return [(mini, build_objective(ALGORITHM, distillation)) for mini in minis]
+
+    def _norms(self, mini: MiniBatch) -> None:
+        logprobs_P, norms_P = mini.scored_both(self.engine.logprobs_and_norms)
+        assert mini.rows.scores.old_logprobs is not None
+        assert torch.equal(logprobs_P, mini.rows.scores.old_logprobs)
+        for row in views([mini.rows]):
+            self.of_samples[f"norms.{row.ref.group}.{row.ref.index}"] = row.of(norms_P).clone()
 
     def _taught(self, step: int, mini: MiniBatch, top_k: int) -> None:
         """Let the reference be the teacher, at the tokens that it finds most probable, and show what the policy says of these."""
