@@ -20,9 +20,8 @@ from hpcrl.envs.sandbox import namespaces, seccomp
 
 _DEVICE = "/dev/fuse"
 _SYSTEM = "/usr", "/lib", "/lib64", "/etc/ld.so.cache"
-_ANY_FILE = (
-    1 << 1 | 1 << 2
-)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: it opens files of mode 0 that programs have open
+# CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: programs have files open whose mode is 0
+_ANY_FILE = 1 << 1 | 1 << 2
 _PDEATHSIG, _NO_NEW_PRIVILEGES = 1, 38
 _OWN = namespaces.NO_SUID | namespaces.NO_DEVICES
 # a write is in memory when it returns, or fails: no error comes later, and a snapshot finds it
@@ -47,8 +46,8 @@ def serve_layers(program: str, place: str, memory: int) -> int:
     """
     try:
         device = os.open(_DEVICE, os.O_RDWR)
-    except OSError as error:
-        raise PermissionError(errno.EPERM, f"{_DEVICE} cannot be opened: {error.strerror}") from error
+    except FileNotFoundError as error:
+        raise OSError(errno.ENODEV, f"there is no {_DEVICE}") from error
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,default_permissions"
     namespaces.mount(_DEVICE, "root", "fuse", _OWN, options)
     read, write = os.pipe()
@@ -94,4 +93,5 @@ def _serve(program: str, place: str, memory: int, device: int) -> NoReturn:
     for stream in (1, 2):
         os.dup2(0, stream)
     os.set_inheritable(device, True)
+    # libfuse takes what is mounted already since 3.3
     os.execve(opened, [program, "-f", "-o", _OPTIONS, f"/dev/fd/{device}"], _ENVIRONMENT)

@@ -15,9 +15,9 @@ import pytest
 
 from hpcrl.errors import DataError
 from hpcrl.sandboxes import sandbox as module
-from hpcrl.sandboxes.inside import TMPFS
+from hpcrl.sandboxes.inside import FUSE, TMPFS
 from hpcrl.sandboxes.probe import sandbox_facts
-from hpcrl.sandboxes.sandbox import Ended, Sandbox, SandboxEnded, SandboxLimits
+from hpcrl.sandboxes.sandbox import Ended, NoSandboxes, Sandbox, SandboxEnded, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.processes import child_of
 from tests.sandboxes.material import PATIENCE_S, found_fuse_overlayfs, on_older_kernel
@@ -226,3 +226,11 @@ def test_a_node_of_an_older_kernel(user: Path, monkeypatch: pytest.MonkeyPatch, 
     assert (facts["fuse_overlayfs"], facts["lacks"]) == ("", TMPFS)
     assert "Linux 6.6" in facts["error"]
     assert "fuse-overlayfs is not installed" in facts["error"]
+
+
+def test_a_node_without_its_device_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = ["unshare", "-Urm", "sh", "-c", 'mount --bind /dev/null /dev/fuse && exec "$@"', "sh"]
+    monkeypatch.setattr(module, "_COMMAND", [*hidden, *module._COMMAND])
+    with pytest.raises(NoSandboxes, match="/dev/fuse") as refused:
+        start()
+    assert refused.value.lacks == FUSE
