@@ -185,8 +185,14 @@ def test_a_sandbox_ends_with_what_serves_its_files(start: Start, killed: str) ->
     program = one.begin(["sh", "-c", "echo begun; while cat /etc/release; do :; done > /dev/null"], PATIENCE_S)
     output = program.output()
     assert next(output) == ("stdout", b"begun\n")
-    served = serving(one)
-    os.kill(served if killed == "serving" else one._process.pid, signal.SIGKILL)
+    served, first = serving(one), one._process.pid
+    if killed == "serving":
+        os.kill(first, signal.SIGSTOP)  # which would end the sandbox at once
+        os.kill(served, signal.SIGKILL)
+        time.sleep(0.5)
+        os.kill(first, signal.SIGCONT)
+    else:
+        os.kill(first, signal.SIGKILL)
     with pytest.raises(SandboxEnded):
         list(output)
     one.end()
