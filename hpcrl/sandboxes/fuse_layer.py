@@ -4,6 +4,9 @@ It is a program of the node, which answers what programs of a stranger ask of th
 files of the sandbox, reads the system's libraries, and sees nothing else of the node. It has a pid namespace of its own, beside that of the
 sandbox, whose programs neither see nor signal it.
 
+Other ways were weighed. Without attributes overlayfs cannot replace a directory, and Linux 4.18 lets no user mount it. Copies of an image need
+its size in memory for each sandbox. Disks bound a directory by project quotas only, which administrators set.
+
 Changes are kept as `.wh.` files, for an older kernel keeps neither devices of ordinary users nor attributes in memory.
 """
 
