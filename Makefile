@@ -25,13 +25,13 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn trackers agents lerobot kernels vision released faults soak fuzz check format slurm egl chromium npm
+.PHONY: demo test learn trackers agents lerobot kernels vision released faults soak fuzz check format slurm egl fuse chromium npm
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
 # Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process. They read what another has compiled.
 # Directories of tests are in memory, where that can be: they commit much, and a disk takes its time.
-test: $(VENV)/installed slurm egl
+test: $(VENV)/installed slurm egl fuse
 	PYTHONDONTWRITEBYTECODE= tests/in_memory $(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
@@ -80,7 +80,7 @@ kernels: $(VENV)/installed
 	PYTHONPATH=$(VENV)-kernels $(BIN)/pytest -m kernels tests/trainer/kernels
 
 # Scenarios run several at a time in one process, and the others beside each other as those of `make test`.
-faults: $(VENV)/installed slurm
+faults: $(VENV)/installed slurm fuse
 	$(BIN)/pytest -m "not soak and not slow" tests/faults
 	$(BIN)/pytest -m "faults_slow and not slow" -n 2 --no-loadscope-reorder $(FAULTS)
 
@@ -126,6 +126,11 @@ egl:
 	@ldconfig -p | grep -q libEGL.so.1 || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libegl1 libgl1-mesa-dri > /dev/null; \
 	else echo "no libEGL here and no way to install it: the tests of what simulators render will be skipped"; fi
+
+fuse:
+	@command -v fuse-overlayfs > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq fuse-overlayfs > /dev/null; \
+	else echo "no fuse-overlayfs here and no way to install it: the tests of sandboxes on older kernels will be skipped"; fi
 
 chromium:
 	@command -v chromedriver > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \

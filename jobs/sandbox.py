@@ -43,17 +43,17 @@ def main(path: str) -> None:
     with ending_told(status):
         heartbeat.beat("serve")
         try:
-            expect_sandboxes()
+            fuse_overlayfs = expect_sandboxes()
         except NoSandboxes:
             raise
         except SandboxError as error:
             raise ServiceError(f"no sandbox starts here now: {error}") from error
-        serve(run, attempt_config(run, attempt), attempt, number, status)
+        serve(run, attempt_config(run, attempt), attempt, number, status, fuse_overlayfs)
 
 
-def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWriter) -> None:
+def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWriter, fuse_overlayfs: str) -> None:
     """Serve sandboxes until SIGTERM."""
-    node, name = make_node(run, config, number), sandbox_name(number)
+    node, name = make_node(run, config, number, fuse_overlayfs), sandbox_name(number)
     listener = bind(os.environ["HPCRL_ADDRESS"])
     host, port = listener.getsockname()[:2]
     proof = Signed(read_token(run), of_process(run.name, name), attempt)
@@ -71,7 +71,7 @@ def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWri
     asyncio.run(serve_sandboxes(node, proof, listener, until_stopped()))
 
 
-def make_node(run: Run, config: Config, number: int) -> NodeSandboxes:
+def make_node(run: Run, config: Config, number: int, fuse_overlayfs: str) -> NodeSandboxes:
     """Return the sandboxes of this node, as slurm.sandboxes asks for them."""
     asked = config.slurm.sandboxes
     return NodeSandboxes(
@@ -81,6 +81,7 @@ def make_node(run: Run, config: Config, number: int) -> NodeSandboxes:
         float(asked.lease_seconds),
         limits_of(asked),
         frozenset(asked.network),
+        fuse_overlayfs,
     )
 
 

@@ -30,7 +30,8 @@ from typing import IO, Any, NoReturn
 from hpcrl.envs.sandbox import namespaces, seccomp
 from hpcrl.envs.sandbox.supervisor import end_children
 from hpcrl.errors import DataError
-from hpcrl.sandboxes.trees import TreeBounds, read_tree, write_tree
+from hpcrl.sandboxes.fuse_layer import serve_layers
+from hpcrl.sandboxes.trees import TreeBounds, Whiteouts, read_tree, write_tree
 
 LONGEST_MESSAGE = 128 << 10
 LOOK_S = 0.5
@@ -39,16 +40,17 @@ LOOK_S = 0.5
 OPEN_FILES = 4096
 NOT_FOUND, NOT_STARTED = 127, 126
 
-USER_NAMESPACES, OVERLAY, TMPFS, PROC = (
+USER_NAMESPACES, OVERLAY, TMPFS, PROC, FUSE = (
     "user namespaces",
     "overlayfs",
     "tmpfs with user attributes",
     "a /proc of its own",
+    "/dev/fuse",
 )
 """What a sandbox needs of its node."""
 
 _NO_ATTRIBUTES = "tmpfs keeps no user attributes"
-_LACKING = {_NO_ATTRIBUTES: TMPFS, "mount of overlay": OVERLAY, "mount of proc": PROC}
+_LACKING = {_NO_ATTRIBUTES: TMPFS, "mount of overlay": OVERLAY, "mount of proc": PROC, FUSE: FUSE}
 _PASSING = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.EIO, errno.ENOENT, errno.ESTALE}
 
 _PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
@@ -71,10 +73,15 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     settings, descriptors = receive(owner)
     try:
-        upper = _prepare(settings, descriptors)
+        upper, layers = _prepare(settings, descriptors), None
+        if settings["fuse_overlayfs"]:
+            layers = serve_layers(settings["fuse_overlayfs"], settings["place"], settings["memory"])
+        namespaces.leave(namespaces.PROCESSES)
         if child := os.fork():
             owner.close()
-            os.waitpid(child, 0)
+            if os.wait()[0] != child:  # nothing serves its files any more
+                os.kill(child, signal.SIGKILL)
+                os.wait()
             os._exit(0)
         _libc.prctl(_PDEATHSIG, signal.SIGKILL)
         _enter(settings)
@@ -82,7 +89,7 @@ def main() -> None:
         send(owner, _reason(error))
         os._exit(1)
     send(owner, {})
-    _First(owner, upper, settings).serve()
+    _First(owner, upper, layers, settings).serve()
 
 
 def _reason(error: OSError | DataError) -> Message:
@@ -125,20 +132,29 @@ def _prepare(settings: Message, descriptors: Sequence[int]) -> int:
     os.chmod("shm", 0o1777)
     namespaces.mount(settings["image"], "lower", None, namespaces.BIND)
     upper = os.open("upper", os.O_RDONLY | os.O_DIRECTORY)
+    if not settings["fuse_overlayfs"]:
+        _expect_attributes(upper)
+    for descriptor in descriptors:
+        with os.fdopen(descriptor, "rb") as snapshot:
+            _unpack(snapshot, upper, TreeBounds(settings["disk"], settings["files"]), _whiteouts(settings))
+    return upper
+
+
+def _whiteouts(settings: Message) -> Whiteouts:
+    return Whiteouts.FILES if settings["fuse_overlayfs"] else Whiteouts.DEVICES
+
+
+def _expect_attributes(upper: int) -> None:
     try:
         os.setxattr(upper, "user.overlay.test", b"y")
         os.removexattr(upper, "user.overlay.test")
     except OSError as error:
         raise OSError(error.errno, f"this kernel's {_NO_ATTRIBUTES}, which Linux 6.6 has added") from error
-    for descriptor in descriptors:
-        with os.fdopen(descriptor, "rb") as snapshot:
-            _unpack(snapshot, upper, TreeBounds(settings["disk"], settings["files"]))
-    return upper
 
 
-def _unpack(snapshot: IO[bytes], upper: int, bounds: TreeBounds) -> None:
+def _unpack(snapshot: IO[bytes], upper: int, bounds: TreeBounds, whiteouts: Whiteouts) -> None:
     try:
-        read_tree(snapshot, upper, bounds, upper=True)
+        read_tree(snapshot, upper, bounds, upper=whiteouts)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -147,7 +163,8 @@ def _unpack(snapshot: IO[bytes], upper: int, bounds: TreeBounds) -> None:
 
 def _enter(settings: Message) -> None:
     """Make the overlay the root of all files, and give up what this process may do in its namespaces."""
-    namespaces.mount("overlay", "root", "overlay", _OWN, "lowerdir=lower,upperdir=upper,workdir=work,userxattr")
+    if not settings["fuse_overlayfs"]:
+        namespaces.mount("overlay", "root", "overlay", _OWN, "lowerdir=lower,upperdir=upper,workdir=work,userxattr")
     for name in ("dev", "proc"):
         if not stat.S_ISDIR(os.lstat(f"root/{name}").st_mode):
             raise DataError(f"/{name} is no directory in this snapshot")
@@ -182,10 +199,17 @@ def _make_devices() -> None:
 
 
 class _First:
-    """The process 1 of a sandbox: starts a child for each request, ends those without a parent, and bounds the memory of all."""
+    """The process 1 of a sandbox: starts a child for each request, ends those without a parent, and bounds the memory of all.
 
-    def __init__(self, owner: socket.socket, upper: int, settings: Message) -> None:
+    Args:
+        upper: descriptor of the directory of changes.
+        layers: that of the status of a process outside which serves the files.
+    """
+
+    def __init__(self, owner: socket.socket, upper: int, layers: int | None, settings: Message) -> None:
         self._owner, self._upper, self._settings = owner, upper, settings
+        # a path from the root would wait for what serves the files, which programs can keep busy
+        self._proc, self._layers = os.open("/proc", os.O_RDONLY), layers
         self._snapshot: int | None = None
 
     def serve(self) -> NoReturn:
@@ -197,7 +221,7 @@ class _First:
                 os.read(wake, _PIECE)
             if seconds is not None and time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
-                if (used := _memory_used()) > self._settings["memory"]:
+                if (used := _memory_used(self._proc, self._layers)) > self._settings["memory"]:
                     send(self._owner, {"memory": used})
                     self._kill_all()
             if self._owner in ready:
@@ -246,20 +270,33 @@ class _First:
         control, streams = socket.socket(fileno=descriptors[0]), descriptors[1:]
         try:
             if message["do"] == "exec":
-                send(control, _execute(message, control, streams, self._settings))
+                answer = _execute(message, control, streams, self._settings)
             elif message["do"] == "snapshot":
                 with os.fdopen(streams[0], "wb") as out:
                     bounds = TreeBounds(self._settings["disk"], self._settings["files"])
-                    write_tree(self._upper, out, bounds, upper=True, only=message["only"])
-                send(control, {})
+                    _libc.syncfs(os.open("/", os.O_RDONLY))  # what is written to mapped memory
+                    write_tree(self._upper, out, bounds, upper=_whiteouts(self._settings), only=message["only"])
+                answer = {}
             else:
                 os.close(self._upper)
                 _confine(self._settings)
-                send(control, _FILES[message["do"]](message, streams[0]))
+                answer = _FILES[message["do"]](message, streams[0])
         except (OSError, DataError) as error:
-            send(control, {"error": str(error)})
+            answer = {"error": str(error)}
+        try:
+            _wait_for_end_without_files()
+            send(control, answer)
         finally:
             os._exit(0)
+
+
+def _wait_for_end_without_files() -> None:
+    """Return where files can be read; else what has failed because of that has no result, and this process waits for the end of the sandbox."""
+    try:
+        os.statvfs("/")  # which asks what serves them
+    except OSError:
+        while True:
+            signal.pause()
 
 
 def _wake_at_ended_children() -> int:
@@ -277,15 +314,21 @@ def _signal_all(number: int) -> None:
         os.kill(-1, number)
 
 
-def _memory_used() -> int:
-    """Return the bytes of memory of all processes but this one; what several share counts for each."""
+def _memory_used(proc: int, layers: int | None) -> int:
+    """Return the bytes of memory of all processes but this one, and of that whose status is `layers`; what several share counts for each."""
     used = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/status", "rb") as file:  # a name need not be text
-            used += sum(
-                int(line.split()[1]) for line in file if line.startswith((b"RssAnon", b"RssShmem")) and name != "1"
-            )
-    return used << 10
+    if layers is not None:
+        with suppress(ProcessLookupError):  # it has ended, as this one will
+            used = _memory_of(os.pread(layers, _PIECE, 0))
+    for name in filter(str.isdigit, os.listdir(proc)):
+        with suppress(OSError), open(os.open(f"{name}/status", os.O_RDONLY, dir_fd=proc), "rb") as file:
+            used += _memory_of(file.read()) if name != "1" else 0  # in bytes: a name need not be text
+    return used
+
+
+def _memory_of(status: bytes) -> int:
+    lines = (line.split() for line in status.splitlines() if line.startswith((b"RssAnon", b"RssShmem")))
+    return sum(int(line[1]) for line in lines) << 10
 
 
 def _execute(message: Message, control: socket.socket, streams: Sequence[int], settings: Message) -> Message:

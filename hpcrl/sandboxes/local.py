@@ -79,12 +79,12 @@ def configured_sandboxes(asked: SandboxesConfig, root: str | Path | None) -> Ite
 
 @contextmanager
 def _serving(root: Path, most: int, network: bool | Sequence[str], limits: SandboxLimits | None) -> Iterator[Fixed]:
-    expect_sandboxes()
+    fuse_overlayfs = expect_sandboxes()
     images, token = ImageStore(root), secrets.token_urlsafe(32)
     named = [image.name for image in images.list()] if network is True else network or []
     scratch, listener = Scratch("snapshots"), bind(_ADDRESS)
     snapshots = SnapshotStore(scratch.path / "kept")
-    node = NodeSandboxes(images, snapshots, most, _LEASE_S, limits, named)
+    node = NodeSandboxes(images, snapshots, most, _LEASE_S, limits, named, fuse_overlayfs)
     loop, over = asyncio.new_event_loop(), asyncio.Event()
     serve = serve_sandboxes(node, Bearer(token), listener, _collected(snapshots, over))
     thread = threading.Thread(target=loop.run_until_complete, args=(serve,), name="sandboxes")

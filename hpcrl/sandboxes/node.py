@@ -58,6 +58,7 @@ class NodeSandboxes:
         most: sandboxes at a time.
         lease_s: a sandbox ends where nothing was asked of it for this time.
         network: names of the images whose sandboxes may have the node's network.
+        fuse_overlayfs: as of `expect_sandboxes`.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class NodeSandboxes:
         lease_s: float,
         limits: SandboxLimits | None = None,
         network: Collection[str] = (),
+        fuse_overlayfs: str = "",
     ) -> None:
         self.most, self.lease_s, self._limits, self._network = most, lease_s, limits or SandboxLimits(), network
+        self._fuse_overlayfs = fuse_overlayfs
         self._images, self._snapshots, self._scratch = images, snapshots, Scratch("sandboxes")
         self._held, self._starting, self._closed, self._lock = dict[bytes, Leased](), 0, False, threading.Lock()
 
@@ -120,6 +123,7 @@ class NodeSandboxes:
                 environment=image.environment,
                 directory=image.directory,
                 snapshot=changes,
+                fuse_overlayfs=self._fuse_overlayfs,
             )
 
         if snapshot is None:

@@ -263,6 +263,7 @@ class Sandbox:
         network: whether programs use the node's network, its own services included; else they have none.
         environment, directory: of its programs, where a call names no others.
         snapshot: an uncompressed archive of `snapshot`, with which it begins.
+        fuse_overlayfs: path of that program, which is to serve its files; empty: the kernel does.
 
     Raises:
         NoSandboxes: this node has none.
@@ -280,6 +281,7 @@ class Sandbox:
         environment: Mapping[str, str] | None = None,
         directory: str = "/",
         snapshot: IO[bytes] | None = None,
+        fuse_overlayfs: str = "",
     ) -> None:
         require_ordinary_user()
         self.limits = limits or SandboxLimits()
@@ -298,6 +300,7 @@ class Sandbox:
             self._place.rmdir()
             raise
         settings = {"image": str(image), "place": str(self._place), "network": network, **asdict(self.limits)}
+        settings["fuse_overlayfs"] = fuse_overlayfs
         reason = "its first process ended"
         try:
             self._send(settings, [snapshot.fileno()] if snapshot else [])

@@ -1,7 +1,8 @@
 """Directory trees of images and sandboxes as tar archives: written and read without leaving the tree by any name or link in it.
 
 Owners are not kept, since everything belongs to the user, nor are setuid and setgid bits. Whiteouts are read in both forms: files `.wh.NAME`
-of image layers (https://github.com/opencontainers/image-spec/blob/main/layer.md), and those of overlayfs, device 0:0 and an attribute.
+of image layers (https://github.com/opencontainers/image-spec/blob/main/layer.md), which fuse-overlayfs makes too, and those of overlayfs, device
+0:0 and an attribute. An archive of changes has the latter, so that each kind of overlay can go on from it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import stat
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from typing import IO, Any, NamedTuple, cast
 
 from hpcrl.errors import DataError
@@ -23,6 +25,13 @@ _LARGEST_READ, _PIECE = 16 << 20, 1 << 20
 _HEADERS, _PAGE = 4 << 10, 4 << 10
 _IN_PLACE = 128  # from this length on, the target of a link has a page of its own in memory
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class Whiteouts(Enum):
+    """What an overlay keeps in its upper directory of what is removed: devices and attributes, or files `.wh.NAME`."""
+
+    DEVICES = "devices"
+    FILES = "files"
 
 
 class TreeBounds(NamedTuple):
@@ -42,12 +51,14 @@ class TreeBounds(NamedTuple):
         return self.size + _HEADERS * (self.entries + 1)
 
 
-def write_tree(root: int, out: IO[bytes], bounds: TreeBounds, *, upper: bool = False, only: Sequence[str] = ()) -> None:
+def write_tree(
+    root: int, out: IO[bytes], bounds: TreeBounds, *, upper: Whiteouts | None = None, only: Sequence[str] = ()
+) -> None:
     """Write a directory as a tar archive, whose bytes depend on its content alone. Sockets, devices and other filesystems below are left out.
 
     Args:
         root: descriptor of the directory.
-        upper: whether it is the upper directory of an overlay, whose whiteouts are kept.
+        upper: whiteouts of the overlay whose upper directory it is, which are kept; None: it is none.
         only: absolute paths whose files, or whose directories with all below, are written; empty: all.
 
     Raises:
@@ -80,7 +91,12 @@ class _Bounded:
 
 class _Writer:
     def __init__(
-        self, tar: tarfile.TarFile, device: int, bounds: TreeBounds, upper: bool, only: Sequence[tuple[str, ...]]
+        self,
+        tar: tarfile.TarFile,
+        device: int,
+        bounds: TreeBounds,
+        upper: Whiteouts | None,
+        only: Sequence[tuple[str, ...]],
     ) -> None:
         self._tar, self._device, self._bounds, self._upper, self._only = tar, device, bounds, upper, only
         self._first, self._size, self._entries = dict[tuple[int, int], str](), 0, 0
@@ -94,14 +110,14 @@ class _Writer:
         """
         if depth > _MOST_DEEP:
             raise DataError(f"directories are nested more than {_MOST_DEEP} deep")
-        for name in sorted(os.listdir(folder)):
+        for shown, name in sorted(self._names(folder).items()):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            info = tarfile.TarInfo(prefix + name)
+            info = tarfile.TarInfo(prefix + shown)
             info.mode = status.st_mode & 0o1777
             chosen = whole or self._is_chosen(info.name)
             if not chosen and not (stat.S_ISDIR(status.st_mode) and self._leads(info.name)):
                 continue
-            if self._describe(info, status, name, folder):
+            if self._describe(info, status, name, folder, removed=shown != name):
                 hides = alone or _OPAQUE_HEADER in info.pax_headers
                 if not whole and info.isdir():
                     info.pax_headers = {_OPAQUE_HEADER: "y"} if chosen and hides else {}
@@ -117,6 +133,14 @@ class _Writer:
                         f"{info.name} may not be read by this user; who owns all files can add them"
                     ) from error
 
+    def _names(self, folder: int) -> dict[str, str]:
+        """Return what is in a directory, by the names that programs see or, of what is removed, saw."""
+        names = os.listdir(folder)
+        if self._upper is not Whiteouts.FILES:
+            return dict(zip(names, names, strict=True))
+        removed = {name.removeprefix(_HIDES): name for name in names if _is_hiding(name) and name != _HIDES_ALL}
+        return removed | {name: name for name in names if not _is_hiding(name)}
+
     def _is_chosen(self, path: str) -> bool:
         parts = tuple(path.split("/"))
         return not self._only or any(parts[: len(one)] == one for one in self._only)
@@ -126,11 +150,15 @@ class _Writer:
         parts = tuple(path.split("/"))
         return any(one[: len(parts)] == parts for one in self._only)
 
-    def _describe(self, info: tarfile.TarInfo, status: os.stat_result, name: str, folder: int) -> bool:
+    def _describe(
+        self, info: tarfile.TarInfo, status: os.stat_result, name: str, folder: int, *, removed: bool
+    ) -> bool:
         """Set type and size of an entry; return whether it is kept."""
-        if stat.S_ISDIR(status.st_mode):
+        if self._upper and (removed or _is_whiteout(status)):
+            info.type, info.mode = tarfile.CHRTYPE, 0
+        elif stat.S_ISDIR(status.st_mode):
             info.type = tarfile.DIRTYPE
-            if self._upper and _is_opaque(name, folder):
+            if self._upper and _is_opaque(name, folder, self._upper):
                 info.pax_headers = {_OPAQUE_HEADER: "y"}
         elif stat.S_ISLNK(status.st_mode):
             info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
@@ -141,8 +169,6 @@ class _Writer:
                 info.type, info.linkname, info.size = tarfile.LNKTYPE, cast(str, first), 0
         elif stat.S_ISFIFO(status.st_mode):
             info.type = tarfile.FIFOTYPE
-        elif self._upper and _is_whiteout(status):
-            info.type = tarfile.CHRTYPE
         else:
             return False
         return True
@@ -165,7 +191,7 @@ class _Writer:
             return self._tar.addfile(info, file)
 
 
-def read_tree(stream: IO[bytes], root: int, bounds: TreeBounds, *, upper: bool = False) -> None:
+def read_tree(stream: IO[bytes], root: int, bounds: TreeBounds, *, upper: Whiteouts | None = None) -> None:
     """Unpack a tar archive, such as a layer of an image, over what is in a directory. Device nodes are left out.
 
     Names and links are resolved as if the directory were the root of all files. The user can read all of a layer, whatever the modes in it.
@@ -173,7 +199,7 @@ def read_tree(stream: IO[bytes], root: int, bounds: TreeBounds, *, upper: bool =
     Args:
         stream: the archive, uncompressed; read once, forward.
         root: descriptor of the directory.
-        upper: whether the archive is of an upper directory, whose whiteouts are made again; else those of layers remove files.
+        upper: how the whiteouts of an archive of an upper directory are made again; None: it is of a layer, whose whiteouts remove files.
 
     Raises:
         DataError: the archive is damaged, larger than the bounds, or has names that lead out of it.
@@ -229,7 +255,7 @@ class _Forward:
 
 
 class _Reader:
-    def __init__(self, root: int, bounds: TreeBounds, upper: bool) -> None:
+    def __init__(self, root: int, bounds: TreeBounds, upper: Whiteouts | None) -> None:
         self._root, self._bounds, self._upper = root, bounds, upper
         self._folder: tuple[str, int, str] | None = None
         self._made, self._size, self._entries = set[str](), 0, 0
@@ -246,9 +272,11 @@ class _Reader:
         parts = _parts(member.name)
         if not parts:
             return None
+        if self._upper is Whiteouts.FILES and any(map(_is_hiding, parts)):
+            raise DataError(f"fuse-overlayfs keeps no file {member.name!r:.200}: names in {_HIDES} are its own")
         folder, path = self._enter("/".join(parts[:-1]))
         name = parts[-1]
-        if not self._upper and name.startswith(_HIDES):
+        if not self._upper and _is_hiding(name):
             return self._hide(name, folder, path)
         if member.isdev() and not member.isfifo() and not (self._upper and _hides(member)):
             return None
@@ -265,19 +293,27 @@ class _Reader:
             with _opened(name, folder) as inner:
                 os.fchmod(inner, mode if self._upper else mode | 0o700)
                 if self._upper and _OPAQUE_HEADER in member.pax_headers:
-                    os.setxattr(inner, _OPAQUE, b"y")
+                    self._make_opaque(inner)
         elif member.issym():
             os.symlink(member.linkname, name, dir_fd=folder)
         elif member.islnk():
             self._link(member, name, folder)
         elif member.isfifo():
             os.mkfifo(name, mode & 0o777, dir_fd=folder)
+        elif member.isdev() and self._upper is Whiteouts.FILES:
+            _touch(_HIDES + name, folder)
         elif member.isdev():
             os.mknod(name, stat.S_IFCHR, 0, dir_fd=folder)
         elif member.isreg():
             self._copy(member, name, folder, tar)
         else:
             raise DataError(f"the archive has {member.name!r:.200} of the unknown type {member.type!r}")
+
+    def _make_opaque(self, folder: int) -> None:
+        if self._upper is Whiteouts.FILES:
+            _touch(_HIDES_ALL, folder)
+        else:
+            os.setxattr(folder, _OPAQUE, b"y")
 
     def _copy(self, member: tarfile.TarInfo, name: str, folder: int, tar: tarfile.TarFile) -> None:
         content = tar.extractfile(member)
@@ -418,7 +454,17 @@ def _is_whiteout(status: os.stat_result) -> bool:
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
-def _is_opaque(name: str, folder: int) -> bool:
+def _is_hiding(name: str) -> bool:
+    return name.startswith(_HIDES)
+
+
+def _touch(name: str, folder: int) -> None:
+    os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder))
+
+
+def _is_opaque(name: str, folder: int, upper: Whiteouts) -> bool:
     with _opened(name, folder) as inner, suppress(OSError):
+        if upper is Whiteouts.FILES:
+            return bool(os.stat(_HIDES_ALL, dir_fd=inner, follow_symlinks=False))
         return os.getxattr(inner, _OPAQUE) == b"y"
     return False

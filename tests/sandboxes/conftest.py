@@ -47,12 +47,18 @@ def scratch(user: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def start(image: Path, scratch: Path) -> Iterator[Callable[..., Sandbox]]:
+def fuse_overlayfs() -> str:
+    """Path of the program that serves the files of sandboxes; empty: the kernel does."""
+    return ""
+
+
+@pytest.fixture
+def start(image: Path, scratch: Path, fuse_overlayfs: str) -> Iterator[Callable[..., Sandbox]]:
     """Starts sandboxes, which end with the test."""
     started = list[Sandbox]()
 
     def one(*arguments: Any, **named: Any) -> Sandbox:
-        started.append(Sandbox(image, scratch, *arguments, **named))
+        started.append(Sandbox(image, scratch, *arguments, **{"fuse_overlayfs": fuse_overlayfs, **named}))
         return started[-1]
 
     yield one

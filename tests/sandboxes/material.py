@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
+from hpcrl.envs.sandbox import seccomp
 from hpcrl.sandboxes import sandbox
+from tests.paths import ROOT
 
 PATIENCE_S = 60.0  # other tests have the cores
 _USER = 54321
@@ -85,6 +89,41 @@ def ordinary(patch: pytest.MonkeyPatch) -> Iterator[None]:
             os.setresuid(0, 0, 0)
             os.setresgid(0, 0, 0)
             os.setgroups(groups)
+
+
+def found_fuse_overlayfs() -> str:
+    """Return the path of fuse-overlayfs. Skips where it, or its device, is missing."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("users may not open /dev/fuse here")
+    return shutil.which("fuse-overlayfs") or pytest.skip("fuse-overlayfs is not installed here")
+
+
+_OF_ATTRIBUTES = "setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7"
+_OF_DEVICES = "mknodat:259:33"
+_OLDER = """
+import ctypes, errno, os, sys
+sys.path.insert(0, sys.argv[1])
+from hpcrl.envs.sandbox import seccomp
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+seccomp._install(eval(sys.argv[2]))
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def on_older_kernel() -> list[str]:
+    """Return what begins a sandbox as a kernel before 6.6 and 5.8 answers: without user attributes in memory, and devices of ordinary users."""
+    column, _ = seccomp._MACHINES[os.uname().machine]
+    lines: list[tuple[int, int, int, int]] = [(seccomp._LOAD, 0, 0, 0)]
+    for number in seccomp._numbers(_OF_ATTRIBUTES, column).values():
+        lines += [(seccomp._EQUAL, 0, 1, number), (seccomp._RETURN, 0, 0, seccomp._DO_NOTHING | errno.ENOTSUP)]
+    (number,) = seccomp._numbers(_OF_DEVICES, column).values()
+    lines += [
+        (seccomp._EQUAL, 0, 3, number),
+        (seccomp._LOAD, 0, 0, seccomp._low(2)),
+        (seccomp._ANY_BIT, 0, 1, stat.S_IFCHR),
+    ]
+    lines += [(seccomp._RETURN, 0, 0, seccomp._REFUSE), (seccomp._RETURN, 0, 0, seccomp._ALLOW)]
+    return [sandbox._COMMAND[0], "-I", "-S", "-c", _OLDER, str(ROOT), repr(lines), *sandbox._COMMAND]
 
 
 def python_of_users() -> str:

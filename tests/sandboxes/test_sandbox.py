@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,9 +24,25 @@ from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import KEPT_S, SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
 from tests.paths import ROOT
-from tests.sandboxes.material import PATIENCE_S, count_processes
+from tests.sandboxes.material import PATIENCE_S, count_processes, found_fuse_overlayfs
 
 Start = Callable[..., Sandbox]
+
+both_kinds = pytest.mark.parametrize(
+    "fuse_overlayfs", [False, True], indirect=True, ids=["overlayfs", "fuse-overlayfs"]
+)
+"""Of a test that is cheap enough for `make test`."""
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.faults_slow)], ids=["overlayfs", "fuse-overlayfs"])
+def fuse_overlayfs(request: pytest.FixtureRequest) -> str:
+    return found_fuse_overlayfs() if request.param else ""
+
+
+@pytest.fixture
+def kept(user: Path) -> Path:
+    """Directory of one test, for snapshots."""
+    return Path(tempfile.mkdtemp(dir=user))
 
 
 def shell(sandbox: Sandbox, text: str, seconds: float = PATIENCE_S) -> Output:
@@ -130,8 +147,9 @@ ln -s ../../../../etc /a/up; mkfifo /a/queue; rm -r /tmp; mkdir /tmp; echo secre
 """
 
 
-def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
-    store, one = SnapshotStore(user / "snapshots"), start()
+@both_kinds
+def test_a_snapshot_begins_another_sandbox(start: Start, kept: Path) -> None:
+    store, one = SnapshotStore(kept / "snapshots"), start()
     assert shell(one, CHANGES).stderr == b""
     digest = store.put(one)
     assert store.put(one) == digest
@@ -148,8 +166,8 @@ def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
     assert store.put(other) == digest, "the same changes have the same name"
     with pytest.raises(DataError, match="no snapshot"), store.opened("../x"):
         pass
-    (block,) = (user / "snapshots" / "blocks").iterdir()
-    for damaged in (block, user / "snapshots" / f"{digest}.blocks"):
+    (block,) = (kept / "snapshots" / "blocks").iterdir()
+    for damaged in (block, kept / "snapshots" / f"{digest}.blocks"):
         damaged.write_bytes(damaged.read_bytes()[:-9] + b"x" * 9)
         with pytest.raises(DamagedError), store.opened(digest):
             pass
@@ -158,9 +176,9 @@ def test_a_snapshot_begins_another_sandbox(start: Start, user: Path) -> None:
             pass
 
 
-def test_a_snapshot_of_some_paths(start: Start, user: Path) -> None:
+def test_a_snapshot_of_some_paths(start: Start, kept: Path) -> None:
     """What is elsewhere is as in the image, the directories above them included; what is in them is as it was."""
-    store, one = SnapshotStore(user / "some"), start()
+    store, one = SnapshotStore(kept / "some"), start()
     shell(
         one,
         "rm -r /etc && mkdir -m 700 /etc /etc/new && echo a > /etc/new/a && echo b > /etc/b; python3 -c 'import os; os.chmod(\"/tmp\", 0o1777)'; cd /tmp; mkdir -m 711 kept other;"
@@ -194,8 +212,8 @@ print(os.path.exists('/bin/cat'), os.path.exists('/bin/ls'), os.path.exists('/de
     )
 
 
-def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None:
-    store, one, folder = SnapshotStore(user / "changes"), start(), user / "changes"
+def test_each_snapshot_stores_what_has_changed(start: Start, kept: Path) -> None:
+    store, one, folder = SnapshotStore(kept / "changes"), start(), kept / "changes"
 
     def stored() -> int:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -228,10 +246,10 @@ def test_each_snapshot_stores_what_has_changed(start: Start, user: Path) -> None
 
 
 def test_a_collector_that_is_killed_takes_nothing_along(
-    start: Start, user: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was killed between its two names of a block that a snapshot had just named once more, which was lost half an hour later."""
-    store, one, place = SnapshotStore(user / "killed"), start(), user / "killed"
+    store, one, place = SnapshotStore(kept / "killed"), start(), kept / "killed"
     one.write("/file", b"content")
     digest = store.put(one)
     files = [place / f"{digest}.blocks", *(place / "blocks").iterdir()]
@@ -288,17 +306,17 @@ def test_what_is_no_list_keeps_no_blocks(user: Path) -> None:
     assert not list(blocks.iterdir())
 
 
-def test_a_snapshot_has_bounds(start: Start, user: Path) -> None:
+def test_a_snapshot_has_bounds(start: Start, kept: Path) -> None:
     one = start(SandboxLimits(disk=1 << 20))
     sparse = "import os\nfor n in range(4):\n    with open(f'/s{n}', 'w') as f: f.truncate(1 << 20)"
     assert one.run(["python3", "-I", "-S", "-c", sparse], PATIENCE_S).stderr == b""
     with pytest.raises(SandboxError, match="more than 1048576 bytes"):
-        SnapshotStore(user / "bounded").put(one)
-    assert not [path for path in (user / "bounded").rglob("*") if path.is_file()]
+        SnapshotStore(kept / "bounded").put(one)
+    assert not [path for path in (kept / "bounded").rglob("*") if path.is_file()]
 
 
-def test_what_fits_into_a_sandbox_fits_into_the_next_one(start: Start, user: Path) -> None:
-    limits, store = SandboxLimits(disk=320 << 12, files=600), SnapshotStore(user / "full")
+def test_what_fits_into_a_sandbox_fits_into_the_next_one(start: Start, kept: Path) -> None:
+    limits, store = SandboxLimits(disk=320 << 12, files=600), SnapshotStore(kept / "full")
     one = start(limits)
     code = """
 import os
@@ -313,9 +331,9 @@ for n in range(100):
         assert shell(start(limits, snapshot=snapshot), "ls /full").stdout.count(b"\n") == 400
 
 
-def test_snapshots_at_a_time_are_each_of_one_moment(start: Start, user: Path) -> None:
+def test_snapshots_at_a_time_are_each_of_one_moment(start: Start, kept: Path) -> None:
     """Its program writes /a and then /z; a snapshot reads /a first, and much else before /z."""
-    one, store = start(), SnapshotStore(user / "together")
+    one, store = start(), SnapshotStore(kept / "together")
     one.run(["sh", "-c", "mkdir /m; i=0; while [ $i -lt 3000 ]; do : > /m/$i; i=$((i+1)); done"], PATIENCE_S)
     loop = "i=0; while :; do i=$((i+1)); echo $i > /a; echo $i > /z; done"
     shell(one, f"({loop}) < /dev/null > /dev/null 2>&1 &")
@@ -348,7 +366,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from hpcrl.sandboxes.sandbox import Sandbox
-one = Sandbox(Path(sys.argv[2]), Path(sys.argv[3]))
+one = Sandbox(Path(sys.argv[2]), Path(sys.argv[3]), fuse_overlayfs=sys.argv[4])
 program = one.begin(["sh", "-c", "sleep 987.25 & echo begun; sleep 987.25"], 600.0)
 output = program.output()  # the program ends with it
 print(next(output)[1].decode(), flush=True)
@@ -356,10 +374,11 @@ sys.stdin.read()
 """
 
 
-def test_a_sandbox_ends_with_its_owner_also_one_that_is_killed(image: Path, user: Path) -> None:
+@both_kinds
+def test_a_sandbox_ends_with_its_owner_also_one_that_is_killed(image: Path, user: Path, fuse_overlayfs: str) -> None:
     place = user / "owner"
     place.mkdir()
-    command = [module._COMMAND[0], "-S", "-c", OWNER, str(ROOT), str(image), str(place)]
+    command = [module._COMMAND[0], "-S", "-c", OWNER, str(ROOT), str(image), str(place), fuse_overlayfs]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     assert process.stdout.readline() == "begun\n"
@@ -367,7 +386,7 @@ def test_a_sandbox_ends_with_its_owner_also_one_that_is_killed(image: Path, user
     process.send_signal(signal.SIGKILL)
     process.communicate()
     deadline = time.monotonic() + PATIENCE_S
-    while count_processes("987.25"):
+    while count_processes("987.25") or count_processes(str(place)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert str(place) not in Path("/proc/self/mountinfo").read_text()
@@ -406,6 +425,7 @@ def test_a_node_without_user_namespaces_says_so(image: Path, scratch: Path, monk
         Sandbox(image, scratch)
 
 
+@both_kinds
 def test_a_node_that_runs_out_of_memory_files(start: Start) -> None:
     one = start(SandboxLimits(disk=1 << 20, files=200))
     full = one.run(["python3", "-I", "-S", "-c", "open('/x', 'wb').write(bytes(2 << 20))"], PATIENCE_S)

@@ -11,9 +11,9 @@ import signal
 from collections.abc import Iterable
 from typing import NoReturn
 
-_NEW_NETWORK = 0x40000000
-_NEW = 0x10000000 | 0x20000 | 0x20000000 | 0x8000000 | 0x4000000 | 0x2000000
-"""CLONE_NEWUSER, NEWNS, NEWPID, NEWIPC, NEWUTS and NEWCGROUP."""
+MOUNTS, PROCESSES, _NEW_NETWORK = 0x20000, 0x20000000, 0x40000000
+_NEW = 0x10000000 | MOUNTS | 0x8000000 | 0x4000000 | 0x2000000
+"""CLONE_NEWUSER, NEWNS, NEWIPC, NEWUTS and NEWCGROUP."""
 
 _FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS = (_FLAGS[name] for name in ("ro", "nosuid", "nodev", "noexec"))
@@ -37,10 +37,9 @@ def enter(directory: str, readable: Iterable[str], size: int, files: int) -> Non
         OSError: the kernel does not let this user do that.
     """
     unshare(os.geteuid(), os.getegid(), network=False)
+    leave(PROCESSES)
     mount("tmpfs", directory, "tmpfs", NO_SUID | NO_DEVICES, "size=1m,nr_inodes=1k,mode=755")
-    for path in readable:
-        _show(path, directory + path)
-    _make_read_only(directory)
+    show(readable, directory)
     os.makedirs(directory + directory, exist_ok=True)
     options = f"size={size},nr_inodes={files},mode=700"
     mount("tmpfs", directory + directory, "tmpfs", NO_SUID | NO_DEVICES, options)
@@ -53,7 +52,7 @@ def enter(directory: str, readable: Iterable[str], size: int, files: int) -> Non
 
 
 def unshare(user: int, group: int, *, network: bool) -> None:
-    """Give this process namespaces of its own; its next child is the first process in that of processes. No mount of it is seen outside.
+    """Give this process namespaces of its own, but none of processes. No mount of it is seen outside.
 
     Args:
         user, group: its ids inside, the only ones there.
@@ -71,11 +70,32 @@ def unshare(user: int, group: int, *, network: bool) -> None:
     mount(None, "/", None, RECURSIVE | _PRIVATE)
 
 
+def leave(namespace: int) -> None:
+    """Leave the namespace of MOUNTS for a copy of it, or let the next child be the first of one of PROCESSES; that of users is this process's own.
+
+    Raises:
+        OSError: the kernel does not let this user do that.
+    """
+    _check(_libc.unshare(namespace), "unshare")
+
+
+def show(paths: Iterable[str], directory: str) -> None:
+    """Let files and directories be seen below a mounted directory, read-only, as is all that is mounted there."""
+    for path in paths:
+        _show(path, directory + path)
+    _make_read_only(directory)
+
+
+def unmount(directory: str) -> None:
+    """Unmount a filesystem; what is open of it stays. Raises OSError, which names it."""
+    _check(_libc.umount2(os.fsencode(directory), _DETACH), f"umount2 of {directory}")
+
+
 def change_root(directory: str) -> None:
     """Make a mounted directory the root; what was mounted elsewhere cannot be reached by names any more."""
     os.chdir(directory)
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", _DETACH), "umount2")
+    unmount(".")
     os.chdir("/")
 
 
@@ -95,17 +115,18 @@ def go_on_as_child() -> None:
     os.close(write)
 
 
-def drop_capabilities(but: int = 0) -> None:
+def drop_capabilities(but: int = 0, kept: int = 0) -> None:
     """Give up what the maker of a user namespace may do in it; its programs get nothing back when they start another.
 
     Args:
         but: capabilities that this process keeps, a bit for each, of the first 32.
+        kept: those of them that a program has which this process starts.
     """
     capability = 0
-    while _libc.prctl(_DROP_FROM_BOUNDS, capability, 0, 0, 0) == 0:
+    while kept >> capability & 1 or _libc.prctl(_DROP_FROM_BOUNDS, capability, 0, 0, 0) == 0:
         capability += 1
-    kept = (ctypes.c_uint32 * 6)(but, but)  # effective and permitted
-    _check(_libc.capset(ctypes.byref((ctypes.c_uint32 * 2)(_CAPABILITIES, 0)), ctypes.byref(kept)), "capset")
+    sets = (ctypes.c_uint32 * 6)(but, but)  # effective and permitted
+    _check(_libc.capset(ctypes.byref((ctypes.c_uint32 * 2)(_CAPABILITIES, 0)), ctypes.byref(sets)), "capset")
 
 
 def _end_like(status: bytes) -> NoReturn:

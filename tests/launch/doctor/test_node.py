@@ -23,7 +23,7 @@ from hpcrl.launch.doctor.node_findings import (
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
 from hpcrl.launch.doctor.sandboxes import sandbox_finding
 from hpcrl.launch.doctor.shared_fs_probe import link_finding, measure_delays, visibility_finding
-from hpcrl.sandboxes.inside import PROC, TMPFS, USER_NAMESPACES
+from hpcrl.sandboxes.inside import FUSE, OVERLAY, PROC, TMPFS, USER_NAMESPACES
 from hpcrl.sandboxes.sandbox import ORDINARY_USER
 
 MOUNTS = """\
@@ -221,23 +221,32 @@ def test_limits_and_network() -> None:
     ("lacks", "remedy"),
     [
         (USER_NAMESPACES, "user.max_user_namespaces"),
-        (TMPFS, "Linux 6.6"),
+        (TMPFS, "install fuse-overlayfs"),
+        (OVERLAY, "install fuse-overlayfs"),
+        (FUSE, "/dev/fuse that users may open"),
         (PROC, "/proc are hidden"),
         (ORDINARY_USER, "as an ordinary user"),
         ("", "docs/sandboxes.md"),
     ],
 )
 def test_what_a_node_lacks_for_sandboxes_has_a_remedy(lacks: str, remedy: str) -> None:
-    there = {"host": "c1", "kernel": "5.14.0", "error": "the sandbox did not start", "lacks": lacks}
+    there = {
+        "host": "c1",
+        "kernel": "5.14.0",
+        "error": "the sandbox did not start",
+        "lacks": lacks,
+        "fuse_overlayfs": "",
+    }
     found = sandbox_finding(there)
     assert (found.level, remedy in found.remedy, "c1, Linux 5.14.0" in found.found) == ("error", True, True)
-    assert sandbox_finding({**there, "error": None}).level == "ok"
+    started = sandbox_finding({**there, "error": None, "fuse_overlayfs": "/usr/bin/fuse-overlayfs"})
+    assert (started.level, "with /usr/bin/fuse-overlayfs" in started.found) == ("ok", True)
 
 
 def test_a_node_says_whether_it_starts_sandboxes(tmp_path: Path) -> None:
     with node(tmp_path) as there:
         facts_of_it = there.request(120, verb="sandboxes")
-    assert facts_of_it.keys() == {"host", "kernel", "error", "lacks"}
+    assert facts_of_it.keys() == {"host", "kernel", "fuse_overlayfs", "error", "lacks"}
     if os.geteuid() == 0:
         assert facts_of_it["lacks"] == ORDINARY_USER
 
