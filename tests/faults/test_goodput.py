@@ -61,7 +61,13 @@ def larger_model(path: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(CONFIGS / "quickstart" / "model", path)
-    config = AutoConfig.from_pretrained(path, hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention"] * 4,
+    }
+    config = AutoConfig.from_pretrained(path, **sizes)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
