@@ -56,7 +56,7 @@ def test_goodput_with_a_preemption_every_four_minutes(scenario: Scenario) -> Non
 
 
 def larger_model(path: Path) -> Path:
-    """Write a model of 0.7 million parameters with the quickstart's tokenizer."""
+    """Write a model of 1.5 million parameters with the quickstart's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
