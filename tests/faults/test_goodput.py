@@ -62,8 +62,8 @@ def larger_model(path: Path) -> Path:
 
     shutil.copytree(CONFIGS / "quickstart" / "model", path)
     sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": 192,
+        "intermediate_size": 384,
         "num_hidden_layers": 4,
         "layer_types": ["full_attention"] * 4,
     }
