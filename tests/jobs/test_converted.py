@@ -168,7 +168,8 @@ def test_what_is_converted_is_valid_and_planned(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-def test_what_is_converted_trains(source: Source, place: Path) -> None:
+def test_what_is_converted_trains(source: Source, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(place))  # some have their checkpoints there
     file = source.converted(place)
     done = hpcrl("submit", str(file), "--local", "trainer.run_name=tiny", *tiny(source, place), cwd=place)
     assert done.returncode == 0, done.stderr
