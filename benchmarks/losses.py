@@ -301,16 +301,15 @@ def by_positions(x: torch.Tensor) -> torch.Tensor:
 
 def token_baseline(x: Numbers, held: Numbers) -> float:
     def power(t: int) -> float:
-        return fsum(
-            1 - 2 * (p := exp(held[s])) + p**2 + (1 - p) ** 2 for s in TRAINED if SAMPLE[s] == SAMPLE[t] and s <= t
-        )
+        own = [exp(held[s]) for s in TRAINED if SAMPLE[s] == SAMPLE[t] and s <= t]
+        return 1e-8 + fsum(1 - 2 * p + p**2 + (1 - p) ** 2 for p in own)
 
     place = {t: sum(SAMPLE[s] == SAMPLE[t] for s in TRAINED if s < t) for t in TRAINED}
     worth = {t: fsum(ADVANTAGES[s] for s in range(t, len(MASK)) if SAMPLE[s] == SAMPLE[t]) for t in TRAINED}
     loss = 0.0
     for t in TRAINED:
         same = [s for s in TRAINED if place[s] == place[t]]
-        least = fsum(power(s) * worth[s] for s in same) / (fsum(map(power, same)) + 1e-8) if len(same) > 1 else 0.0
+        least = fsum(power(s) * worth[s] for s in same) / fsum(map(power, same)) if len(same) > 1 else 0.0
         loss -= (worth[t] - least) * x[t]
     return loss
 

@@ -341,7 +341,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> torch.Tensor:
 
     The squared norm of a token's gradient is taken over the logits: 1 - 2 π + Σ π(v)^2 over tokens v, with the old policy's π. Over the
     parameters it would cost a backward pass per token. Only trained tokens are positions: it is verl's optimal_token_baseline for one
-    turn, and its tir_optimal_token_baseline for several.
+    turn, and its tir_optimal_token_baseline for several. W_t has no factor for a correction of the rollout, as verl's has with rollout_is.
 
     Formula:
         G_t - (Σ W_t G_t) / (Σ W_t), or G_t where one response of the group has a t-th token. G_t: rewards from token t on. W_t: sum of
@@ -426,13 +426,15 @@ def gigpo(
 
 @per_turn
 def turn_returns(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor:
-    """Return the rewards from each turn on, discounted by turns, without a baseline (chunk-level returns of IPA, arXiv:2512.24873).
+    """Return the rewards from each turn on, discounted by turns, without a baseline (chunk-level returns of IPA, arXiv:2512.24873, equation 7).
+
+    The source has one reward, at the end of the sample; those of other turns are added alike.
 
     Formula:
         Σ gamma^k reward_(t+k) over turns
     Use:
-        with `ipa`, for agents of many turns that succeed rarely: late turns have most of the credit. The authors use gamma 0.95. It is not
-        worth it where most samples are rewarded: gigpo and grpo compare them
+        with `ipa`, for agents of many turns that succeed rarely: late turns have most of the credit. Gamma is 0.95 by default in the
+        authors' code, ROLL. It is not worth it where most samples are rewarded: gigpo and grpo compare them
     """
     return torch.where(inputs.mask_P > 0, _returns(inputs, inputs.rewards_P, gamma), 0.0)
 

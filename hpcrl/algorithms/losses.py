@@ -176,19 +176,24 @@ def turn_gspo(tokens: LossTokens, *, eps_clip_low: float, eps_clip_high: float) 
 
 
 def ipa(tokens: LossTokens, *, ratio_high: Positive = 5.0) -> Values:
-    """Return the gradient of the policy, weighted where it pushes down by the turn's ratio to the rollout (IPA, arXiv:2512.24873).
+    """Return the gradient of the policy, weighted where it pushes down by the turn's ratio to the rollout (after IPA, arXiv:2512.24873, equation 9).
 
-    A turn is as of turn_gspo. The source takes the sign of the sample's outcome; here it is that of the advantage, which is the same with
-    turn_returns.
+    A turn is as of turn_gspo. It is not equation 9 itself, which has two ratios and the sign of the sample's outcome:
+
+    - Its weight is the ratio to the policy that sampled, as the trainer computes it, and its bound is on how far that policy is from itself in
+      the engine. Of stale samples the trainer has the engine's log-probabilities alone. So the product of both ratios is weight and bound here.
+    - Here the sign is that of the advantage. With turn_returns it is the same where only a sample's last turn is rewarded.
+
+    The imitation of experts and the resampling of equation 10 are not part of it.
 
     Formula:
         -stop(u) A log π, u = 1 where A ≥ 0, else min(ρ, 1); 0 where ρ > ratio_high. ρ = exp(mean over the turn of log π/π_rollout)
     Use:
         asynchronous training of agents by rare successes, with turn_returns: these are imitated whole, and pushing down fades as turns
-        become rare. It is not worth it on fresh samples: then it is gpg
+        become rare. Failures are pushed down only by a negative reward. It is not worth it on fresh samples: then it is gpg
     Args:
-        ratio_high: turns whose geometric mean of probability ratios to the rollout is above this count nothing (arXiv:2512.24873, whose
-            authors use 5).
+        ratio_high: turns whose geometric mean of probability ratios to the rollout is above this count nothing (after arXiv:2512.24873, which
+            gives no number).
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens of weight 0, or of a ratio that was lowered to 1.
     """

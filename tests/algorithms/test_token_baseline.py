@@ -54,14 +54,14 @@ def by_formula(samples: Sequence[Sample]) -> list[list[float]]:
         places = [at for at, one in enumerate(mask) if one]
         # a reward where nothing is trained belongs to the last trained token before it
         returns.append([sum(rewards[place:]) for place in places])
-        weights.append([sum(norms[place] for place in places[: at + 1]) for at in range(len(places))])
+        weights.append([1e-8 + sum(norms[place] for place in places[: at + 1]) for at in range(len(places))])
     found = list[list[float]]()
     for number, (group, *_) in enumerate(samples):
         own = [at for at, (other, *_) in enumerate(samples) if other == group]
         found.append([])
         for t, value in enumerate(returns[number]):
             there = [at for at in own if len(returns[at]) > t]
-            least = sum(weights[at][t] * returns[at][t] for at in there) / (sum(weights[at][t] for at in there) + 1e-8)
+            least = sum(weights[at][t] * returns[at][t] for at in there) / sum(weights[at][t] for at in there)
             found[-1].append(value - (least if len(there) > 1 else 0.0))
     return found
 
@@ -102,6 +102,15 @@ def test_equal_norms_weigh_positions_alike() -> None:
     found = split(optimal_token_baseline(inputs(samples)), inputs(samples))
     assert found[0] == pytest.approx([-1.0, -1.0])
     assert found[1] == pytest.approx([-2.0, -2.0, -2.5])
+
+
+def test_equal_returns_leave_nothing_at_tokens_that_are_certain() -> None:
+    """Responses begin with a token of probability 1, and with one that is nearly so; unequal returns have their mean there."""
+    norms = [0.0, 1e-13, 0.5]
+    equal = inputs([(0, [0.0, 0.0, 1.0], norms, [1, 1, 1])] * 2)
+    assert optimal_token_baseline(equal).tolist() == pytest.approx([0.0] * 6, abs=1e-8)
+    unequal = inputs([(0, [0.0, 0.0, reward], norms, [1, 1, 1]) for reward in (1.0, 0.0)])
+    assert optimal_token_baseline(unequal).tolist() == pytest.approx([0.5] * 3 + [-0.5] * 3, abs=1e-8)
 
 
 def test_no_other_baseline_leaves_less_of_the_variance() -> None:

@@ -255,6 +255,17 @@ def test_bypass_mode_replaces_the_loss_and_its_correction(tmp_path: Path) -> Non
     assert kinds(conversion, "algorithm.rollout_correction.rollout_is") == {"dropped"}
 
 
+def test_a_correction_changes_no_weight_of_the_token_baseline() -> None:
+    baseline, correction = "algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction."
+    for given, differs in (
+        (f"{correction}rollout_is=token", True),
+        (f"{correction}rollout_is=token {correction}bypass_mode=True", False),
+        ("", False),
+    ):
+        found = kinds(words(f"{GRPO} {baseline} {given}"), "algorithm.adv_estimator")
+        assert ("differs" in found) == differs, given
+
+
 def test_a_scale_without_a_norm_had_no_effect() -> None:
     conversion = words(GRPO, f"{ACTOR}loss_scale_factor=4")
     assert kinds(conversion, f"{ACTOR}loss_scale_factor") == {"dropped"}

@@ -32,7 +32,7 @@ POLICY_LOSSES: dict[str, Named] = {
     "vespo": Named("the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693)", ("k_pos", "lambda_pos", "k_neg", "lambda_neg",)),
     "dro": Named("the policy gradient with a squared penalty in place of a ratio (DRO, arXiv:2405.19107 and arXiv:2501.12599)", ("beta",)),
     "m2po": Named("the ratio to the rollout without the tokens that have gone farthest from it (M2PO, arXiv:2510.01161)", ("threshold",)),
-    "ipa": Named("the gradient of the policy, weighted where it pushes down by the turn's ratio to the rollout (IPA, arXiv:2512.24873)", ("ratio_high",)),
+    "ipa": Named("the gradient of the policy, weighted where it pushes down by the turn's ratio to the rollout (after IPA, arXiv:2512.24873)", ("ratio_high",)),
 }
 
 ADVANTAGE_ESTIMATORS: dict[str, Named] = {
@@ -184,7 +184,7 @@ class M2poConfig:
 @dataclass(frozen=True, kw_only=True)
 class IpaConfig:
     ratio_high: float = setting(5.0, range=POSITIVE)
-    """ipa: turns whose geometric mean of probability ratios to the rollout is above this count nothing (arXiv:2512.24873, whose authors use 5)."""
+    """ipa: turns whose geometric mean of probability ratios to the rollout is above this count nothing (after arXiv:2512.24873, which gives no number)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,6 +141,10 @@ def _estimator(source: VerlSource, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, target, _ESTIMATORS[name], "" if name == _ESTIMATORS[name] else str(name))
         if name == "grpo_passk":
             conversion.values[_ALG + "pass_at_k.k"] = source["actor_rollout_ref.rollout.n"]
+        corrected = source[_CORRECTION + "rollout_is"] and not source[_CORRECTION + "bypass_mode"]
+        if _ESTIMATORS[name] == "optimal_token_baseline" and corrected:
+            message = "with rollout_is, verl multiplies the baseline's weights by the squares of the correction's; here they are those of the policy"
+            conversion.note("differs", source.names[path], "", message)
     else:
         more = "; gdpo needs the rewards that it weighs (trainer.algorithm.gdpo.rewards)" if name == "gdpo" else ""
         lost(source, conversion, path, target, f"there is no {name}; expected {', '.join(_ESTIMATORS)}{more}")

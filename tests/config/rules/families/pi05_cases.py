@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.config.rules.families.vla_cases import ACTS, SAMPLING
-from tests.config.rules.skyrl_cases import ENGINE, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, ENGINE, Case
 
 FLOWS: dict[str, Any] = {name: value for name, value in ACTS.items() if not name.startswith(SAMPLING)} | {
     "vla.vla_type": "pi05"
 }
+ONE_TURN = {**FLOWS, "generator.max_turns": 1, "generator.step_wise_trajectories": False}
 
 OF_FLOWS = [
     Case(
@@ -48,5 +49,12 @@ OF_FLOWS = [
         SAMPLING,
         "choose among tokens",
         FLOWS,
+    ),
+    Case(
+        "numbers have no vocabulary whose probabilities are squared",
+        {**ONE_TURN, f"{ALGORITHM}.advantage_estimator": "optimal_token_baseline"},
+        f"{ALGORITHM}.advantage_estimator",
+        "choose among tokens",
+        {**ONE_TURN, f"{ALGORITHM}.advantage_estimator": "opo"},
     ),
 ]
