@@ -87,6 +87,11 @@ class Admission:
         return min(self._returned, default=self._cursor)
 
     @property
+    def left(self) -> int:
+        """Groups beyond the cursor that may still begin until the end of the run, unless others are dropped."""
+        return max(0, self._fresh(self._total) - len(self._returned))
+
+    @property
     def running(self) -> int:
         return len(self._running)
 

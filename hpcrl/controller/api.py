@@ -248,11 +248,11 @@ class Api:
                 calling, training = {*service.workers, *service.scores.registry.workers}, service.version is not None
                 told = [one.failure(calling, training) for one in health]
                 service.failure = service.failure or next(filter(None, told), None)
-            if self._making and self._making.done():
-                try:
-                    self._making.result()
-                except DataError as error:
-                    service.failure = service.failure or error
+                if self._making and self._making.done():
+                    try:
+                        self._making.result()
+                    except DataError as error:
+                        service.failure = service.failure or error
             if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)

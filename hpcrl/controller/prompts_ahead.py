@@ -15,7 +15,9 @@ _LONGEST_S = 600.0
 
 
 class PromptsAhead:
-    """Makes prompts in the order of their groups, those of a step ahead at most; a group waits for its prompt, see `Admission.made`.
+    """Makes prompts in the order of their groups, those of a step ahead at most, and none that the run cannot train.
+
+    A group waits for its prompt, see `Admission.made`.
 
     Attributes:
         claimed: to be set when groups have begun.
@@ -36,13 +38,14 @@ class PromptsAhead:
     async def _fill(self, notify: Callable[[], Awaitable[None]]) -> None:
         admission = self._admission
         while True:
-            while (index := admission.made or 0) >= admission.cursor + self._ahead:
+            while (index := admission.made or 0) >= admission.cursor + min(self._ahead, admission.left):
                 self.claimed.clear()
                 await self.claimed.wait()
-            made = asyncio.ensure_future(in_thread(self._prompts.make, index))  # of the user's, which may hang
-            if not (await asyncio.wait({made}, timeout=_LONGEST_S))[0]:
+            try:  # the function is the user's, and may hang
+                await asyncio.wait_for(in_thread(self._prompts.make, index), _LONGEST_S)
+            except asyncio.TimeoutError as error:
                 raise DataError(
                     f"data.train_function: row {index} is not there after {_LONGEST_S:.0f} s; mend the function"
-                )
+                ) from error
             admission.made = index + 1
             await notify()

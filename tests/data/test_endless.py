@@ -22,10 +22,11 @@ from hpcrl.controller.service import Service
 from hpcrl.data.endless import ENDLESS, EndlessPrompts
 from hpcrl.errors import DataError, HpcrlError, RunError
 from hpcrl.launch.submit.preflight import check_files
+from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import ControllerClient
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.types import Prompt, Work
+from hpcrl.types import GroupMeta, Prompt, Work
 from tests.controller.test_api import SCHEDULE, end, finish, make_run, prompts, serve_attempt, work_of
 from tests.paths import QUICKSTART
 
@@ -187,6 +188,65 @@ def test_a_function_that_hangs_ends_the_attempt(own: Path, monkeypatch: pytest.M
     gate.set()
     controller.close()
     assert [str(error) for error in failed] == ["data.train_function: row 0 is not there after 0 s; mend the function"]
+
+
+def test_a_function_that_hangs_is_no_fault_of_a_run_that_ends(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no more prompts."""
+    monkeypatch.setattr(prompts_ahead, "_LONGEST_S", 0.0)
+    run, gate, failed = make_run(own / "project" / "run"), threading.Event(), list[HpcrlError]()
+    hangs = EndlessPrompts(lambda index: prompts(9)[index] if gate.wait(300) else prompts(9)[0], lambda _: True)
+    write_json(run.stop, {"attempt": 1, "reason": "finished"})
+    served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, order_seed=None), failed, train=hangs)
+    controller = ControllerClient(run, 1, patience_s=30)
+    controller.call("start", step=0)
+    end(run, 1, served)
+    gate.set()
+    controller.close()
+    assert not failed
+
+
+def test_no_more_prompts_are_made_than_the_run_may_train() -> None:
+    """A function may have no further ones, or wait for them."""
+    made = list[int]()
+
+    def make(index: int) -> Prompt:
+        made.append(index)
+        return prompts(9)[index]
+
+    async def controller() -> None:
+        admission = Admission(2, 0, 1)
+        ahead = PromptsAhead(EndlessPrompts(make, lambda _: True), admission, 2)
+        making = ahead.start(lambda: asyncio.sleep(0))
+
+        async def waits() -> list[int]:
+            ahead.claimed.set()
+            while ahead.claimed.is_set() and not making.done():
+                await asyncio.sleep(0.01)
+            return made
+
+        assert await waits() == [0, 1]
+        assert admission.claim("rollout-0", 0, 9) == [0, 1]
+        assert await waits() == [0, 1]
+        admission.complete(0, GroupMeta("g0", "train", 0, "", [], 0, 0, "letters", 1.0))
+        admission.drop([0])
+        assert await waits() == [0, 1, 2]
+        admission.release("rollout-0")
+        assert await waits() == [0, 1, 2]
+        making.cancel()
+
+    asyncio.run(controller())
+
+
+def test_a_fault_while_a_prompt_is_made_is_raised() -> None:
+    def make(index: int) -> Prompt:
+        raise RuntimeError(f"no row {index}")
+
+    async def controller() -> None:
+        ahead = PromptsAhead(EndlessPrompts(make, lambda _: True), Admission(2, 0, 3), 2)
+        await asyncio.wait_for(ahead.start(lambda: asyncio.sleep(0)), 60)
+
+    with pytest.raises(RuntimeError, match="no row 0"):
+        asyncio.run(controller())
 
 
 def test_prompts_that_are_all_too_long_are_refused() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from hpcrl.config import GeneratorConfig, InferenceEngineConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
@@ -114,13 +115,35 @@ def test_files_that_are_no_images(tmp_path: Path) -> None:
         size_of(str(eps))
 
 
-def test_a_turned_photograph_is_seen_upright() -> None:
+def photograph(orientation: int) -> bytes:
+    """Return a JPEG of four colours that its EXIF turns."""
     file, exif = io.BytesIO(), Image.Exif()
-    exif[274] = 6
-    Image.new("RGB", (40, 10)).save(file, "jpeg", exif=exif)
-    text = image_text(file.getvalue())
-    assert size_of(text) == (40, 10)
-    assert opened(text).size == (10, 40)
+    exif[274], exif[282] = orientation, 72.0
+    taken = Image.frombytes("RGB", (2, 2), bytes(range(0, 240, 20))).resize((40, 10), Image.Resampling.NEAREST)
+    taken.save(file, "jpeg", exif=exif)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_a_turned_photograph_is_seen_upright(orientation: int) -> None:
+    """As Pillow turns it."""
+    file = photograph(orientation)
+    text, seen = image_text(file), opened(image_text(file))
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
+    assert (seen.size, seen.tobytes()) == (upright.size, upright.tobytes())
+    assert size_of(text) == (seen.height, seen.width)
+    assert (seen.size == (10, 40)) == (5 <= orientation <= 8)
+
+
+@pytest.mark.parametrize(("tag", "kind"), [(274, 2), (274, 7), (282, 2), (282, 7)])
+def test_an_image_is_seen_whatever_its_exif_has(tag: int, kind: int) -> None:
+    """Such as a text in the place of its orientation or its resolution."""
+    file = photograph(3)
+    at = next(at for order in "<>" if (at := file.find(struct.pack(f"{order}H", tag), 20)) > 0)
+    order = "<" if file[at] == tag & 255 else ">"
+    text = image_text(file[: at + 2] + struct.pack(f"{order}H", kind) + file[at + 4 :])
+    turned = opened(text).tobytes() == opened(image_text(photograph(3))).tobytes()
+    assert (size_of(text), turned) == ((10, 40), tag != 274)
 
 
 @pytest.mark.parametrize("kind", KINDS)

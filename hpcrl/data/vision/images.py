@@ -23,6 +23,16 @@ _DATA_URL = re.compile(r"data:(?:image|video)/[\w.+-]+;base64,")
 _FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _VIDEOS = re.compile(rb"\x1aE\xdf\xa3|....ftyp", re.DOTALL)  # WebM and Matroska; MP4 and QuickTime
 _READ = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow has readers that start programs
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # by EXIF's orientation. Pillow's exif_transpose also writes the EXIF again, and fails where that of a file is odd
+_SIDEWAYS = (5, 6, 7, 8)
 SHOWN = 60
 """Characters of an image's text that an error tells."""
 
@@ -139,7 +149,7 @@ class Frames:
         return 1000 / duration if duration else None
 
     def __iter__(self) -> Iterator[Image]:
-        from PIL import ImageOps
+        from PIL import Image
 
         with _reading(self._image) as found:
             for at in count():
@@ -147,7 +157,9 @@ class Frames:
                     found.seek(at)
                 except EOFError:  # to count them first would read the whole file
                     return
-                yield ImageOps.exif_transpose(found).convert("RGB")
+                turn = _TURNS.get(_orientation(found))
+                upright = found.transpose(Image.Transpose[turn]) if turn else found
+                yield upright.convert("RGB")
 
 
 def check_pixels(image: str, most: int) -> None:
@@ -160,12 +172,17 @@ def check_pixels(image: str, most: int) -> None:
 
 def size_of(image: str) -> tuple[int, int]:
     """Return height and width of an image, of which only the header is read; errors as of `opened`."""
-    from PIL import ExifTags
-
     with _reading(image) as found:
         width, height = found.size
-        turned = found.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+        turned = _orientation(found) in _SIDEWAYS
     return (width, height) if turned else (height, width)
+
+
+def _orientation(image: Image) -> Any:
+    """Return the orientation in an image's EXIF, of whatever type its writer gave it; 1 where there is none."""
+    from PIL import ExifTags
+
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
 def file_of(image: str) -> bytes:

@@ -108,25 +108,31 @@ def test_a_service_posts_the_score_when_it_is_known(with_embedded: WithEngine[An
 
 def test_a_session_expires(with_embedded: WithEngine[Any]) -> None:  # noqa: F811
     """A service that takes too long hears of it, its sample has failed, and the key says that it is over."""
-    told, over, heard = list[dict[str, Any]](), threading.Event(), list[httpx.Response]()
 
-    def answer(asked: Asked) -> tuple[int, Any]:
-        if asked.method == "DELETE":
-            over.set()
-            return 204, b""
-        told.append(asked.json)
-        return (202, {}) if len(told) == 1 else (200, {"reward": len(say(asked.json)) + 1})
+    def expires(seconds: float) -> bool:
+        told, first, over = list[dict[str, Any]](), threading.Lock(), threading.Event()
+        heard = list[httpx.Response]()
 
-    def then() -> None:
-        assert over.wait(20)
-        heard.extend([ask(told[0], "score", reward=1.0), ask(told[0], "chat/completions")])
+        def answer(asked: Asked) -> tuple[int, Any]:
+            if asked.method == "DELETE":
+                over.set()
+                return 204, b""
+            told.append(asked.json)
+            return (202, {}) if first.acquire(blocking=False) else (200, {"reward": len(say(asked.json)) + 1})
 
-    with listening(answer) as service:
-        group = group_of(with_embedded, service, 2, seconds=2.0, then=then)
-    assert len(group.failures) == 1
-    assert "took longer than environment.timeout_seconds (2 s)" in group.failures[0]
-    assert told[0]["timeout_seconds"] == 2.0
-    assert [(one.status_code, one.json()["error"]["code"]) for one in heard] == [(401, "session_ended")] * 2
+        def then() -> None:
+            over.wait(60)
+            heard.extend(ask(one, path, reward=1.0) for one in told for path in ("score", "chat/completions"))
+
+        with listening(answer) as service:
+            group = group_of(with_embedded, service, 2, seconds=seconds, then=then)
+        assert f"took longer than environment.timeout_seconds ({seconds:g} s)" in group.failures[0]
+        assert {one["timeout_seconds"] for one in told} <= {seconds}
+        assert {(one.status_code, one.json()["error"]["code"]) for one in heard} <= {(401, "session_ended")}
+        return len(heard) == 4 and len(group.failures) == 1 and over.is_set()
+
+    # where the machine has much else to do, the sample that is answered at once may take longer than 2 s
+    assert any(map(expires, (2.0, 60.0)))
 
 
 def test_only_a_service_scores(with_embedded: WithEngine[Any]) -> None:  # noqa: F811
