@@ -10,14 +10,10 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcrl.rundir.layout import Run
 
-if TYPE_CHECKING:  # which would read all sections of the configuration
-    from hpcrl.launch.nodes import Role
-
-PROGRAMS: dict[Role, tuple[str, ...]] = {
+PROGRAMS: dict[str, tuple[str, ...]] = {
     "trainer": ("train.py",),
     "rollout": ("rollout.py", "engine_node.py"),
     "reward": ("reward.py",),
@@ -48,7 +44,7 @@ def processes(run: Run, attempt: int) -> dict[int, tuple[str, dict[str, str]]]:
     return found
 
 
-def main(path: str, attempt: str, index: str, role: Role, *command: str) -> None:
+def main(path: str, attempt: str, index: str, role: str, *command: str) -> None:
     run = Run(Path(path))
     found = processes(run, int(attempt))
     environment = next((own for script, own in found.values() if script in PROGRAMS[role]), None)

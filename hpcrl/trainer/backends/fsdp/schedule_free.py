@@ -70,6 +70,6 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
                 state[name].zero_()
 
     @torch.no_grad()
-    def average(self, parameter: nn.Parameter) -> torch.Tensor:
+    def average(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of x, the average that is evaluated and exported."""
         return torch.lerp(local(self.state[parameter]["z"]), local(parameter), 1 / self.defaults["betas"][0])
