@@ -63,9 +63,19 @@ def write_long_run(run: Run, steps: int, groups: int) -> Run:
 def _group(step: int, number: int, groups: int) -> GroupMeta:
     name = group_id((step - 1) * groups + number)
     return group_meta(
-        name, "train", 0, f"samples/0/{name}.safetensors", [0.0, 1.0] * (SAMPLES // 2), [14] * SAMPLES, [6] * SAMPLES, ["stop"] * SAMPLES,
-        step - 1, step - 1, "sort_letters", 1.25, [{"correct": 0.0}, {"correct": 1.0}] * (SAMPLES // 2), digest="0" * 32,
-    )  # fmt: skip
+        group_id=name,
+        path=f"samples/0/{name}.safetensors",
+        rewards=[0.0, 1.0] * (SAMPLES // 2),
+        lengths=[14] * SAMPLES,
+        response_lengths=[6] * SAMPLES,
+        stop_reasons=["stop"] * SAMPLES,
+        env_metrics=[{"correct": 0.0}, {"correct": 1.0}] * (SAMPLES // 2),
+        oldest_version=step - 1,
+        newest_version=step - 1,
+        data_source="sort_letters",
+        seconds=1.25,
+        digest="0" * 32,
+    )
 
 
 def _resume(run: Run) -> None:

@@ -45,6 +45,13 @@ MOST_BYTES = {"metrics": 4500, "tensorboard": 5000, "batches": 1500, "logs": 300
 FILES = {"batches": 1.0, "evals": 2 / EVAL_INTERVAL}
 
 
+def test_each_task_reads_what_is_written_as_a_long_history(tmp_path: Path) -> None:
+    run = write_long_run(Run(tmp_path / "long" / "steps-3"), 3, 2)
+    for task in TASKS.values():
+        task(run)
+    assert [len(groups) for groups in trained_groups(run)] == [2] * 3
+
+
 @pytest.mark.soak
 def test_what_grows_in_ten_thousand_steps(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = place / "tmp"

@@ -354,6 +354,8 @@ def schedule_free(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             f"{path}.moments", f"{own.moments} moments are Adam's, and {free} keeps weights beside one; leave it out"
         )
+    if own.implementation != "fused":
+        yield Problem(f"{path}.implementation", f"the step of {free} is hpcrl's; leave it out")
     if own.adam_betas[:1] == [0]:
         yield Problem(
             f"{path}.adam_betas",

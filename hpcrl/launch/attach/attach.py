@@ -25,7 +25,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
 
     Args:
         node: its name, or its number in the run; None: the first one of that role.
-        role: trainer, rollout, reward or scorer; None: trainer, or what the node is.
+        role: of `Role`; None: trainer, or what the node is.
     """
     state = running(run)
     config = attempt_config(run, state.attempt)
@@ -68,7 +68,7 @@ def choose(plan: Sequence[Node], hosts: Sequence[str], node: str | None, role: s
     fitting = [
         one
         for one in plan
-        if (role in (None, one.role) or (role == "rollout" and one.replicas))
+        if (role in (None, one.role) or (role == "rollout" and one.replicas) or (role == "sandbox" and one.sandboxes))
         and (node is None or node in (str(one.index), hosts[one.index]))
     ]
     if not fitting:

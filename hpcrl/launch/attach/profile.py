@@ -54,10 +54,10 @@ def process_of(plan: Sequence[Node], role: ProfiledRole, number: int) -> tuple[s
     """Return the name of a process, and its node. Raises RunError where the run has none of this number."""
     found = {"controller": plan[0]} if role == "controller" else dict[str, Node]()
     for node in plan:
-        if role == "trainer" == node.role:
+        if role == "trainer":
             found |= {f"rank-{node.first_rank + rank}": node for rank in range(node.ranks)}
-        elif role == node.role:
-            found |= dict.fromkeys(node.workers, node)
+        else:  # engines that take turns with the trainer are on its nodes
+            found |= {worker: node for worker in node.workers if worker.startswith(f"{role}-")}
     name = role if role == "controller" else f"{'rank' if role == 'trainer' else role}-{number}"
     if name not in found:
         pooled = role in ("rollout", "scorer")

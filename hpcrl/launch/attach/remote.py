@@ -13,7 +13,14 @@ from pathlib import Path
 
 from hpcrl.rundir.layout import Run
 
-_JOBS = {"trainer": ("train.py",), "rollout": ("rollout.py",), "reward": ("reward.py",), "scorer": ("scorer.py",)}
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "trainer": ("train.py",),
+    "rollout": ("rollout.py", "engine_node.py"),
+    "reward": ("reward.py",),
+    "scorer": ("scorer.py",),
+    "sandbox": ("sandbox.py",),
+}
+"""Programs of jobs/ that run on a node of each role."""
 _KEPT = ("TERM", "SSH_", "DISPLAY", "COLORTERM", "LINES", "COLUMNS")  # of the terminal, not of the run
 
 
@@ -24,10 +31,10 @@ def processes(run: Run, attempt: int) -> dict[int, tuple[str, dict[str, str]]]:
         if not directory.name.isdigit():
             continue
         try:
-            words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = os.fsdecode((directory / "cmdline").read_bytes()).split("\0")
             if str(run.path) not in words:
                 continue
-            pairs = (directory / "environ").read_bytes().decode(errors="replace").split("\0")
+            pairs = os.fsdecode((directory / "environ").read_bytes()).split("\0")
         except OSError:  # it has ended, or is somebody else's
             continue
         environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
@@ -40,7 +47,7 @@ def processes(run: Run, attempt: int) -> dict[int, tuple[str, dict[str, str]]]:
 def main(path: str, attempt: str, index: str, role: str, *command: str) -> None:
     run = Run(Path(path))
     found = processes(run, int(attempt))
-    environment = next((own for script, own in found.values() if script in _JOBS[role]), None)
+    environment = next((own for script, own in found.values() if script in PROGRAMS[role]), None)
     if environment is None:
         print(f"hpcrl: no {role} process of {run.name} runs on {socket.gethostname()}", file=sys.stderr)
         environment = {**os.environ, "PYTHONPATH": str(run.code), "PYTHONSAFEPATH": "1", "HPCRL_ATTEMPT": attempt}

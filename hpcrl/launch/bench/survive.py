@@ -127,6 +127,7 @@ def answer_of(command: Sequence[str], environment: Mapping[str, str], process: s
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=limit_s,
             check=False,
         )

@@ -216,7 +216,9 @@ def torch_here(devices: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "hpcrl.launch.doctor.torch_facts"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=_TORCH_S, env=environment
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"it took more than {_TORCH_S:.0f} s"}
     if done.returncode != 0:

@@ -166,7 +166,7 @@ def commit_of(package: Path, *others: Path) -> str:
 
     def git(*asked: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(package), *asked]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=True).stdout
 
     with suppress(OSError, subprocess.SubprocessError):
         commit = git("rev-parse", "HEAD", "HEAD:./__init__.py").split()[0]  # an error where it is not tracked

@@ -152,6 +152,10 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     ({**OFFLINE, f"{OPTIMIZER}.moments": "8bit"}, f"{OPTIMIZER}.moments", "keeps weights beside one", OFFLINE),
     (
+        {**OFFLINE, f"{OPTIMIZER}.implementation": "foreach"}, f"{OPTIMIZER}.implementation", "the step of ScheduleFreeAdamW is hpcrl's",
+        {**OFFLINE, f"{OPTIMIZER}.name": "AdamW", f"{OPTIMIZER}.implementation": "foreach"},
+    ),
+    (
         {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.0, 0.99]}, f"{OPTIMIZER}.adam_betas", "a first number above 0",
         {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.1, 0.99]},
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.cli import logs
 from hpcrl.config import Config
 from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.processes import JOBS, NodeProcesses
@@ -365,5 +367,8 @@ def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:
     assert "hpcrl resume run" in outcome.message
 
 
-def test_each_worker_has_a_program() -> None:
+def test_each_worker_has_a_program_and_logs_by_its_role() -> None:
     assert {path.stem for path in (ROOT / "jobs").glob("*.py")}.issuperset(JOBS.values())
+    parser = argparse.ArgumentParser()
+    logs.add_arguments(parser)
+    assert [parser.parse_args(["run", "--role", role]).role for role in JOBS] == list(JOBS)

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch.agent.processes import JOBS
 from hpcrl.launch.attach.attach import choose, on_node
-from hpcrl.launch.attach.remote import processes
-from hpcrl.launch.nodes import Node
+from hpcrl.launch.attach.remote import PROGRAMS, processes
+from hpcrl.launch.nodes import Node, Role
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from tests.launch.manage.slurm_records import CONFIG, PAST, squeue, state, submitted
@@ -28,11 +30,18 @@ def test_node_by_role_name_and_number() -> None:
     assert choose(PLAN, HOSTS, None, "reward").index == 3
     both = [Node(0, "trainer", 1, (0,), 0, 0)]
     assert choose(both, HOSTS, None, "rollout").role == "trainer", "engines that take turns with it are there"
+    beside = [Node(0, "trainer", 1, (), 0, 0), Node(1, "rollout", 0, (0,), 0, 0, sandboxes=(0,))]
+    assert choose(beside, HOSTS, None, "sandbox").index == 1
     assert choose(PLAN, HOSTS, "b", None).index == choose(PLAN, HOSTS, "1", "trainer").index == 1
     with pytest.raises(
         RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\), 3 d"
     ):
         choose(PLAN, HOSTS, "b", "rollout")
+
+
+def test_each_program_of_a_node_is_found_by_its_role() -> None:
+    assert PROGRAMS.keys() == set(get_args(Role))
+    assert {"train.py", *(f"{job}.py" for job in JOBS.values())} == {name for own in PROGRAMS.values() for name in own}
 
 
 def test_without_srun_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +61,7 @@ def test_processes_of_an_attempt_and_a_command_beside_them(tmp_path: Path) -> No
     run.path.mkdir()
     script = tmp_path / "train.py"
     script.write_text("print(flush=True)\ninput()\n")
-    environment = {**os.environ, "HPCRL_ATTEMPT": "3", "MINE": "kept"}
+    environment = {**os.environ, "HPCRL_ATTEMPT": "3", "MINE": os.fsdecode(b"kept\xff")}
     process = subprocess.Popen(
         [sys.executable, str(script), str(run.path)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -62,8 +71,8 @@ def test_processes_of_an_attempt_and_a_command_beside_them(tmp_path: Path) -> No
         assert list(processes(run, 3)) == [process.pid]
         assert processes(run, 2) == {}
         command = [sys.executable, "-m", "hpcrl.launch.attach.remote", str(run.path), "3", "0"]
-        said = subprocess.run([*command, "trainer", "sh", "-c", "echo $MINE; pwd"], capture_output=True, text=True)
-        assert said.stdout == f"kept\n{run.path}\n"
+        said = subprocess.run([*command, "trainer", "sh", "-c", "echo $MINE; pwd"], capture_output=True)
+        assert said.stdout == b"kept\xff\n" + os.fsencode(f"{run.path}\n"), "values of variables need not be text"
         other = subprocess.run([*command, "rollout", "sh", "-c", "echo .$MINE"], capture_output=True, text=True)
         assert other.stdout == ".\n"
         assert "no rollout process of run runs on" in other.stderr

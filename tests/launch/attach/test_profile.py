@@ -43,6 +43,8 @@ def test_process_by_role_and_number() -> None:
     found = [process_of(PLAN, role, number) for role, number in (("trainer", 3), ("rollout", 1), ("scorer", 1))]
     assert [(name, node.index) for name, node in found] == [("rank-3", 1), ("rollout-1", 2), ("scorer-1", 4)]
     assert process_of(PLAN, "controller", 0) == ("controller", PLAN[0])
+    turns = [Node(0, "trainer", 1, (0,), 0, 0), Node(1, "trainer", 1, (1,), 0, 0, first_rank=1)]
+    assert process_of(turns, "rollout", 1) == ("rollout-1", turns[1])
     with pytest.raises(RunError, match=r"no rank-4; of the role trainer it has rank-0, rank-1, rank-2, rank-3$"):
         process_of(PLAN, "trainer", 4)
     with pytest.raises(RunError, match="no scorer-0; of the role scorer it has nothing"):

@@ -212,7 +212,9 @@ def test_the_commit_of_a_checkout_is_recorded(tmp_path: Path) -> None:
         subprocess.run([*git, *arguments], check=True)
     found = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert commit_of(package) == found.strip()
-    for file in (package / "new.py", package / "__init__.py", tmp_path / "jobs" / "new.py"):
+    subprocess.run([*git, "config", "core.quotePath", "false"], check=True)
+    no_text = package / os.fsdecode(b"jos\xe9.py")
+    for file in (package / "new.py", package / "__init__.py", tmp_path / "jobs" / "new.py", no_text):
         file.parent.mkdir(exist_ok=True)
         before = file.read_text() if file.exists() else None
         file.write_text("changed = True\n")

@@ -21,7 +21,7 @@ from tests.planning.memory_scenarios import held_by
 from tests.trainer.kernels.scenarios import stopped
 from tests.trainer.material import run_of_two
 from tests.trainer.ranks import Ranks
-from tests.trainer.scenarios import make_engine, train_steps
+from tests.trainer.scenarios import laid_over, make_engine, train_steps
 
 NAME = "ScheduleFreeAdamW"
 FREE: dict[str, Any] = {
@@ -130,6 +130,39 @@ def test_averages_are_evaluated_and_exported_also_from_a_checkpoint(
     resumed.restore(tmp_path)
     train_steps(resumed, run, range(2, 3), FREE)
     assert all(torch.equal(weights(engine)[name], each) for name, each in weights(resumed).items())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_a_reference_becomes_the_average_from_which_a_fresh_optimizer_begins(
+    model_path: Path, alone: World, tmp_path: Path, lora: bool
+) -> None:
+    adapters = {"policy": {"model": {"lora": {"rank": 2}}}} if lora else {}
+    options = {
+        **FREE,
+        "trainer": laid_over(FREE["trainer"], {"algorithm": {"reference_reset_interval": 1}, **adapters}),
+    }
+    run = run_of_two(tmp_path / "run", 4, 3)
+    engine = make_engine(alone, str(model_path), options)
+    train_steps(engine, run, range(1, 2), options)
+    optimizer = engine._optimizer
+    assert isinstance(optimizer, ScheduleFreeAdamW)
+    with engine.evaluated():
+        found = weights(engine)
+    engine.save(tmp_path, alone.control)
+    exported = make_engine(alone, str(model_path), options)
+    exported.restore_weights(tmp_path)
+    with exported.evaluated():
+        assert all(torch.equal(each, found[name]) for name, each in weights(exported).items())
+    engine.reset_reference(fresh_optimizer=False)
+    assert not all(torch.equal(each, found[name]) for name, each in weights(engine).items()), "y goes on"
+    engine.reset_reference(fresh_optimizer=True)
+    assert all(torch.equal(each, found[name]) for name, each in weights(engine).items())
+    kept = [state[name] for state in optimizer.state.values() for name in ("step", "weight_sum", "exp_avg_sq")]
+    assert not any(each.any() for each in kept)
+    with engine.evaluated():
+        assert all(torch.equal(each, found[name]) for name, each in weights(engine).items())
+    (first, *_) = train_steps(engine, run, range(2, 3), options)
+    assert first.sums["policy_kl"] == pytest.approx(0, abs=1e-6), "the policy begins as the reference"
 
 
 @pytest.mark.faults_slow

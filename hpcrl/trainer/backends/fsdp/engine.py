@@ -445,7 +445,9 @@ class FsdpPolicy(FsdpExported[ProbabilityModel]):
                 free_gathered(self._reference)
                 copy_parameters(self._model, self._reference, rate)
         self._reference_moved = True
-        if fresh_optimizer:
+        if fresh_optimizer and isinstance(self._optimizer, ScheduleFreeAdamW):
+            self._optimizer.restart()
+        elif fresh_optimizer:
             forget_moments(self._optimizer)
 
     def _states(self) -> dict[str, dict[str, Any]]:

@@ -60,6 +60,16 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         z.add_(change, alpha=-lr)
 
     @torch.no_grad()
-    def average(self, parameter: nn.Parameter) -> torch.Tensor:
+    def restart(self) -> None:
+        """Begin again as a new optimizer would, with the averages for weights."""
+        for parameter, state in self.state.items():
+            average = self.average(parameter)
+            for each in (parameter, state["z"]):
+                local(each).copy_(average)
+            for name in ("step", "weight_sum", "exp_avg_sq"):
+                state[name].zero_()
+
+    @torch.no_grad()
+    def average(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of x, the average that is evaluated and exported."""
         return torch.lerp(local(self.state[parameter]["z"]), local(parameter), 1 / self.defaults["betas"][0])
