@@ -15,7 +15,7 @@ import pytest
 
 from hpcrl.errors import DataError
 from hpcrl.sandboxes import sandbox as module
-from hpcrl.sandboxes.inside import FUSE, TMPFS
+from hpcrl.sandboxes.inside import FUSE, FUSE_OVERLAYFS, TMPFS
 from hpcrl.sandboxes.probe import sandbox_facts
 from hpcrl.sandboxes.sandbox import Ended, NoSandboxes, Sandbox, SandboxEnded, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
@@ -158,6 +158,7 @@ def test_what_serves_the_files_is_confined_and_not_seen(start: Start) -> None:
     )
     limits = {line[:26].strip(): line[26:].split()[0] for line in (place / "limits").read_text().splitlines()}
     assert (limits["Max data size"], limits["Max core file size"]) == (str(SandboxLimits().memory), "0")
+    assert limits["Max processes"] == "0"
     mounts = {
         (line.split()[4], line.split()[5].split(",")[0]) for line in (place / "mountinfo").read_text().splitlines()
     }
@@ -240,3 +241,19 @@ def test_a_node_without_its_device_says_so(start: Start, monkeypatch: pytest.Mon
     with pytest.raises(NoSandboxes, match="/dev/fuse") as refused:
         start()
     assert refused.value.lacks == FUSE
+
+
+@pytest.mark.parametrize("lacking", ["library", "interpreter"])
+def test_a_program_that_does_not_start_says_why(start: Start, user: Path, fuse_overlayfs: str, lacking: str) -> None:
+    """As one of a package manager whose libraries, or whose loader, lie elsewhere; the error said only that the first process ended."""
+    program = Path(tempfile.mkdtemp(dir=user)) / "fuse-overlayfs"
+    content = Path(fuse_overlayfs).read_bytes()
+    assert b"libfuse3.so" in content
+    program.write_bytes(content.replace(b"libfuse3.so", b"libfuse9.so") if lacking == "library" else b"#!/nowhere/sh\n")
+    program.chmod(0o700)
+    said = r"libfuse9\.so.*cannot open" if lacking == "library" else "No such file"
+    with pytest.raises(
+        NoSandboxes, match=rf"{program} does not start \(.*{said}.*/usr, /lib and /lib64 only"
+    ) as refused:
+        start(fuse_overlayfs=str(program))
+    assert refused.value.lacks == FUSE_OVERLAYFS
