@@ -17,7 +17,7 @@ from hpcrl.errors import DataError
 from hpcrl.sandboxes import sandbox as module
 from hpcrl.sandboxes.inside import FUSE, FUSE_OVERLAYFS, TMPFS
 from hpcrl.sandboxes.probe import sandbox_facts
-from hpcrl.sandboxes.sandbox import Ended, NoSandboxes, Sandbox, SandboxEnded, SandboxLimits
+from hpcrl.sandboxes.sandbox import Ended, NoSandboxes, Sandbox, SandboxEnded, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.processes import child_of
 from tests.sandboxes.material import PATIENCE_S, found_fuse_overlayfs, on_older_kernel
@@ -106,7 +106,17 @@ def test_names_of_whiteouts_are_no_files(start: Start, store: SnapshotStore) -> 
     ):
         start(snapshot=snapshot)
     code = "try: open('/etc/.wh.release', 'w')\nexcept OSError as error: print(error.errno)"
-    assert python(start(), code) == "22\n"
+    one = start()
+    assert python(one, code) == "22\n"
+    for made in (
+        "os.mkdir('/tmp/.wh.')",
+        "os.symlink('x', '/etc/.wh.release')",
+        "os.rename('/etc/release', '/etc/.wh.x')",
+    ):
+        one = start()
+        python(one, f"import os; {made}")
+        with pytest.raises(SandboxError, match=r"keeps no file '\.wh\."):
+            store.put(one)
 
 
 def test_a_snapshot_has_what_is_written_to_mapped_memory(start: Start) -> None:
