@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,6 +50,17 @@ class Image:
     environment: dict[str, str]
     directory: str
     added: float
+
+
+class _Watched:
+    """A stream each of whose reads may be refused."""
+
+    def __init__(self, stream: IO[bytes], expect_open: Callable[[], None]) -> None:
+        self._stream, self._expect_open = stream, expect_open
+
+    def read(self, size: int) -> bytes:
+        self._expect_open()
+        return self._stream.read(size)
 
 
 class ImageStore:
@@ -129,8 +140,11 @@ class ImageStore:
         """Return the file of an image."""
         return self._path / f"{image.digest}.tar.gz"
 
-    def unpack(self, image: Image, directory: Path) -> Path:
+    def unpack(self, image: Image, directory: Path, expect_open: Callable[[], None] = lambda: None) -> Path:
         """Return the directory of an image below that of a node, unpacked once by whichever process is first.
+
+        Args:
+            expect_open: is called before each read, and raises where the node ends meanwhile.
 
         Raises:
             DamagedError: the archive is not the one that was added.
@@ -142,15 +156,15 @@ class ImageStore:
                 with tempfile.TemporaryDirectory(prefix=f"{image.digest}.", dir=directory) as partial:
                     tree = Path(partial) / "tree"
                     tree.mkdir()
-                    self._unpack(image, tree)
+                    self._unpack(image, tree, expect_open)
                     tree.rename(place)
         return place
 
-    def _unpack(self, image: Image, tree: Path) -> None:
+    def _unpack(self, image: Image, tree: Path, expect_open: Callable[[], None]) -> None:
         path, root = self.archive(image), os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with uncompressed(path) as stream:
-                hashed = Hashed(stream)
+                hashed = Hashed(cast(IO[bytes], _Watched(stream, expect_open)))
                 read_tree(cast(IO[bytes], hashed), root, TreeBounds(image.size, LARGEST.entries))
         except DataError as error:
             raise DamagedError(f"{path}: {error}; {_REMEDY}") from error

@@ -30,7 +30,7 @@ from typing import IO, Any, NoReturn
 from hpcrl.envs.sandbox import namespaces, seccomp
 from hpcrl.envs.sandbox.supervisor import end_children
 from hpcrl.errors import DataError
-from hpcrl.sandboxes.fuse_layer import serve_layers
+from hpcrl.sandboxes.fuse_layer import DOES_NOT_START, serve_layers
 from hpcrl.sandboxes.trees import TreeBounds, Whiteouts, read_tree, write_tree
 
 LONGEST_MESSAGE = 128 << 10
@@ -40,18 +40,35 @@ LOOK_S = 0.5
 OPEN_FILES = 4096
 NOT_FOUND, NOT_STARTED = 127, 126
 
-USER_NAMESPACES, OVERLAY, TMPFS, PROC, FUSE = (
+USER_NAMESPACES, OVERLAY, TMPFS, PROC, FUSE, FUSE_OVERLAYFS = (
     "user namespaces",
     "overlayfs",
     "tmpfs with user attributes",
     "a /proc of its own",
     "/dev/fuse",
+    "a fuse-overlayfs that starts",
 )
 """What a sandbox needs of its node."""
 
 _NO_ATTRIBUTES = "tmpfs keeps no user attributes"
-_LACKING = {_NO_ATTRIBUTES: TMPFS, "mount of overlay": OVERLAY, "mount of proc": PROC, FUSE: FUSE}
-_PASSING = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.EIO, errno.ENOENT, errno.ESTALE}
+_LACKING = {
+    DOES_NOT_START: FUSE_OVERLAYFS,
+    _NO_ATTRIBUTES: TMPFS,
+    "mount of overlay": OVERLAY,
+    "mount of proc": PROC,
+    FUSE: FUSE,
+}
+_PASSING = {
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.EBUSY,
+    errno.EIO,
+    errno.ENOENT,
+    errno.ESTALE,
+    errno.ENOTCONN,
+}
 
 _PDEATHSIG, _DUMPABLE, _CHILD_SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
 _READ_ALL = 1 << 2  # CAP_DAC_READ_SEARCH: files of mode 0 are a part of a snapshot

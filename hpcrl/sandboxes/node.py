@@ -22,6 +22,7 @@ MOST_REQUESTS = 4
 """Of a sandbox at a time."""
 
 _ENDING = 32
+_ENDS = "the server of this node ends; ask another node"
 
 
 class NodeFull(SandboxError):
@@ -74,7 +75,7 @@ class NodeSandboxes:
         self.most, self.lease_s, self._limits, self._network = most, lease_s, limits or SandboxLimits(), network
         self._fuse_overlayfs = fuse_overlayfs
         self._images, self._snapshots, self._scratch = images, snapshots, Scratch("sandboxes")
-        self._held, self._starting, self._closed, self._lock = dict[bytes, Leased](), 0, False, threading.Lock()
+        self._held, self._starting, self._closed, self._lock = dict[bytes, Leased](), 0, False, threading.Condition()
 
     @property
     def running(self) -> int:
@@ -84,7 +85,7 @@ class NodeSandboxes:
         """Start a sandbox of an image, with the changes of a snapshot, and return its key.
 
         Raises:
-            NodeFull: there are as many as there may be.
+            NodeFull: there are as many as there may be, or this node ends.
             DataError: there is no such image or snapshot, or the image may not have the network.
             SandboxError: it cannot start on this node.
         """
@@ -101,18 +102,24 @@ class NodeSandboxes:
             sandbox = self._start(name, network, snapshot)
             key = secrets.token_urlsafe(32)
             with self._lock:
-                self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self.lease_s, snapshot or "")
-                closed = self._closed
+                if not self._closed:
+                    self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self.lease_s, snapshot or "")
+                    return key
+            sandbox.end()
+            raise NodeFull(_ENDS)
         finally:
             with self._lock:
                 self._starting -= 1
-        if closed:
-            self.end(key)
-        return key
+                self._lock.notify_all()
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise NodeFull(_ENDS)
 
     def _start(self, name: str, network: bool, snapshot: str | None) -> Sandbox:
         image = self._images.find(name)
-        tree, scratch = self._images.unpack(image, self._scratch.path), self._scratch.path
+        scratch = self._scratch.path
+        tree = self._images.unpack(image, scratch, self._expect_open)
 
         def start(changes: IO[bytes] | None) -> Sandbox:
             return Sandbox(
@@ -194,12 +201,14 @@ class NodeSandboxes:
         return len(ended)
 
     def close(self) -> None:
-        """End all sandboxes, and remove what the node has of them; no other starts."""
+        """End all sandboxes, those that are starting included, and remove what the node has of them; no other starts."""
         with self._lock:
             self._closed, ended = True, list(self._held.values())
             self._held.clear()
         with ThreadPoolExecutor(_ENDING) as threads:  # its job is ended after a grace time
             list(threads.map(lambda one: one.sandbox.end(), ended))
+        with self._lock:  # what a start writes while its directory is removed would stay
+            self._lock.wait_for(lambda: not self._starting)
         self._scratch.remove()
 
 

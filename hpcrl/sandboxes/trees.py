@@ -138,7 +138,10 @@ class _Writer:
         names = os.listdir(folder)
         if self._upper is not Whiteouts.FILES:
             return dict(zip(names, names, strict=True))
-        removed = {name.removeprefix(_HIDES): name for name in names if _is_hiding(name) and name != _HIDES_ALL}
+        hiding = [name for name in names if _is_hiding(name)]
+        for name in hiding:
+            _expect_whiteout(name, folder)
+        removed = {name.removeprefix(_HIDES): name for name in hiding if name != _HIDES_ALL}
         return removed | {name: name for name in names if not _is_hiding(name)}
 
     def _is_chosen(self, path: str) -> bool:
@@ -456,6 +459,13 @@ def _is_whiteout(status: os.stat_result) -> bool:
 
 def _is_hiding(name: str) -> bool:
     return name.startswith(_HIDES)
+
+
+def _expect_whiteout(name: str, folder: int) -> None:
+    """Raise DataError for a file that a program has named so: it would be kept as the removal of another one."""
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode) or status.st_size or name.removeprefix(_HIDES) in ("", ".", ".."):
+        raise DataError(f"fuse-overlayfs keeps no file {name!r:.200}: names in {_HIDES} are its own")
 
 
 def _touch(name: str, folder: int) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 from hpcrl.errors import DataError
 from hpcrl.sandboxes import sandbox as module
-from hpcrl.sandboxes.inside import FUSE, TMPFS
+from hpcrl.sandboxes.inside import FUSE, FUSE_OVERLAYFS, TMPFS
 from hpcrl.sandboxes.probe import sandbox_facts
-from hpcrl.sandboxes.sandbox import Ended, NoSandboxes, Sandbox, SandboxEnded, SandboxLimits
+from hpcrl.sandboxes.sandbox import Ended, NoSandboxes, Sandbox, SandboxEnded, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.processes import child_of
 from tests.sandboxes.material import PATIENCE_S, found_fuse_overlayfs, on_older_kernel
@@ -106,7 +106,17 @@ def test_names_of_whiteouts_are_no_files(start: Start, store: SnapshotStore) -> 
     ):
         start(snapshot=snapshot)
     code = "try: open('/etc/.wh.release', 'w')\nexcept OSError as error: print(error.errno)"
-    assert python(start(), code) == "22\n"
+    one = start()
+    assert python(one, code) == "22\n"
+    for made in (
+        "os.mkdir('/tmp/.wh.')",
+        "os.symlink('x', '/etc/.wh.release')",
+        "os.rename('/etc/release', '/etc/.wh.x')",
+    ):
+        one = start()
+        python(one, f"import os; {made}")
+        with pytest.raises(SandboxError, match=r"keeps no file '\.wh\."):
+            store.put(one)
 
 
 def test_a_snapshot_has_what_is_written_to_mapped_memory(start: Start) -> None:
@@ -158,6 +168,7 @@ def test_what_serves_the_files_is_confined_and_not_seen(start: Start) -> None:
     )
     limits = {line[:26].strip(): line[26:].split()[0] for line in (place / "limits").read_text().splitlines()}
     assert (limits["Max data size"], limits["Max core file size"]) == (str(SandboxLimits().memory), "0")
+    assert limits["Max processes"] == "0"
     mounts = {
         (line.split()[4], line.split()[5].split(",")[0]) for line in (place / "mountinfo").read_text().splitlines()
     }
@@ -240,3 +251,19 @@ def test_a_node_without_its_device_says_so(start: Start, monkeypatch: pytest.Mon
     with pytest.raises(NoSandboxes, match="/dev/fuse") as refused:
         start()
     assert refused.value.lacks == FUSE
+
+
+@pytest.mark.parametrize("lacking", ["library", "interpreter"])
+def test_a_program_that_does_not_start_says_why(start: Start, user: Path, fuse_overlayfs: str, lacking: str) -> None:
+    """As one of a package manager whose libraries, or whose loader, lie elsewhere; the error said only that the first process ended."""
+    program = Path(tempfile.mkdtemp(dir=user)) / "fuse-overlayfs"
+    content = Path(fuse_overlayfs).read_bytes()
+    assert b"libfuse3.so" in content
+    program.write_bytes(content.replace(b"libfuse3.so", b"libfuse9.so") if lacking == "library" else b"#!/nowhere/sh\n")
+    program.chmod(0o700)
+    said = r"libfuse9\.so.*cannot open" if lacking == "library" else "No such file"
+    with pytest.raises(
+        NoSandboxes, match=rf"{program} does not start \(.*{said}.*/usr, /lib and /lib64 only"
+    ) as refused:
+        start(fuse_overlayfs=str(program))
+    assert refused.value.lacks == FUSE_OVERLAYFS

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ import pytest
 
 from hpcrl.runtime.scratch import remove_abandoned
 from hpcrl.sandboxes import sandbox as module
-from hpcrl.sandboxes.node import MOST_REQUESTS
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.node import MOST_REQUESTS, NodeFull, NodeSandboxes
+from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.paths import ROOT
 from tests.processes import command_of, parent_of, send
 from tests.sandboxes.material import PATIENCE_S, Client, count_processes
@@ -155,6 +160,29 @@ def test_commands_end_with_their_server(serving: Callable[..., Any], capfd: pyte
         ends = [[json.loads(line) for line in one if line != "{}"] for one in lines]
     assert not any("code" in last for end in ends for last in end)
     assert "ASGI" not in capfd.readouterr().err
+
+
+def test_a_start_ends_with_its_node_and_leaves_nothing(
+    store: ImageStore, user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had its directory removed below it: files that it wrote meanwhile stayed for good, without the lock by which others find them."""
+    temporary = Path(tempfile.mkdtemp(dir=user))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    node = NodeSandboxes(store, SnapshotStore(user / "snapshots"), 1, 600.0)
+    (place,) = temporary.iterdir()
+    with ThreadPoolExecutor(2) as threads, (place / f"{store.find('tiny').digest}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another one unpacks the image
+        starting = threads.submit(node.start, "tiny")
+        while not node.running:
+            time.sleep(0.01)
+        closing = threads.submit(node.close)
+        time.sleep(0.2)
+        assert not closing.done()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        with pytest.raises(NodeFull, match="ends"):
+            starting.result(PATIENCE_S)
+        closing.result(PATIENCE_S)
+    assert not list(temporary.iterdir())
 
 
 def test_a_command_that_writes_nothing_is_heard_of(
