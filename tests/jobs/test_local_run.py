@@ -81,12 +81,22 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path, monkeypatch: pytes
     monkeypatch.setenv("WANDB_API_KEY", "key-of-the-environment")
     group = grp.getgrgid(1 if os.geteuid() == 0 else os.getegid())
     readable = f"slurm.readable_by={group.gr_name}"
-    run = submit(place, "killed", f"trainer.max_steps={STEPS - 2}", "trainer.eval_interval=10", readable)
+    setup = 'slurm.setup=["export OF_SETUP=loaded", "false"]'
+    run = submit(place, "killed", f"trainer.max_steps={STEPS - 2}", "trainer.eval_interval=10", readable, setup)
     wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
     beside = hpcrl(
-        "attach", "killed", "--role", "rollout", "--", "sh", "-c", "echo $HPCRL_ATTEMPT $HPCRL_REPLICA", cwd=place
+        "attach",
+        "killed",
+        "--role",
+        "rollout",
+        "--",
+        "sh",
+        "-c",
+        "echo $HPCRL_ATTEMPT $HPCRL_REPLICA $OF_SETUP",
+        cwd=place,
     )
-    assert (beside.stdout, beside.stderr) == ("1 0\n", "")
+    assert (beside.stdout, beside.stderr) == ("1 0 loaded\n", "")
+    assert "slurm.setup: line 2 (1) failed on " in logs_of(run)
     wait_for(lambda: run.batch(4).exists() or read_outcome(run), lambda: logs_of(run), 60)
     began = time.monotonic()
     kill(pid_of(run, "train"))

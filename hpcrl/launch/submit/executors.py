@@ -158,13 +158,18 @@ class ArrayExecutor(submitit.SlurmExecutor):
         return [job]
 
 
-def _setup_lines(config: Config, folder: Path) -> list[str]:
-    code = shlex.quote(str(folder / "code"))
+def _lines_of_the_job(config: Config) -> list[str]:
     return [
         f"umask {umask_of(config.slurm.readable_by):03o}",
         f"export {BATCH_SHELL}=$$",
         f"export {STARTED}=${{SLURM_JOB_START_TIME:-$(date +%s)}}",
         *(["export PYTHONNOUSERSITE=1"] if config.slurm.container.kind != "none" else []),  # the home is seen inside
+    ]
+
+
+def _lines_of_the_setup(config: Config, folder: Path) -> list[str]:
+    code = shlex.quote(str(folder / "code"))
+    return [
         *recorded_setup(config.slurm.setup),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
     ]
@@ -390,7 +395,7 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
         "signal_delay_s": config.slurm.signal_seconds,
         "wckey": None,
         "stderr_to_stdout": True,
-        "setup": _setup_lines(config, folder),
+        "setup": [*_lines_of_the_job(config), *_lines_of_the_setup(config, folder)],
     }
 
 
@@ -422,8 +427,10 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
     config = submission.planned
     plan = make_plan(config)
     gpus = sum(node.gpus for node in plan)
-    python = shlex.quote(config.slurm.python or sys.executable)
-    executor = submitit.LocalExecutor(folder=submission.folder / "%j", python=python)
+    starts = f'exec {shlex.quote(config.slurm.python or sys.executable)} "$@"'
+    # submitit runs its own setup by /bin/sh, and only as far as a line that fails; a batch script is bash's, and goes on
+    lines = "\n".join([*_lines_of_the_setup(config, submission.folder), starts])
+    executor = submitit.LocalExecutor(folder=submission.folder / "%j", python=shlex.join(["bash", "-c", lines, "bash"]))
     executor.update_parameters(
         timeout_min=config.slurm.time_minutes,
         tasks_per_node=len(plan),
@@ -431,7 +438,7 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
         signal_delay_s=config.slurm.signal_seconds,
         stderr_to_stdout=True,
         # the shell has the job's process id: it lives on while the agents save, where SIGTERM met all processes
-        setup=["trap : TERM", *_devices(gpus), *_setup_lines(config, submission.folder)],
+        setup=["trap : TERM", *_devices(gpus), *_lines_of_the_job(config)],
     )
     return executor
 
