@@ -262,7 +262,7 @@ def test_a_run_whose_reward_model_fails_again_and_again_ends(tmp_path: Path) -> 
 
 
 def test_a_part_of_an_engine_on_several_nodes_knows_which_it_is(tmp_path: Path) -> None:
-    run = make_run(tmp_path, part='(run.path / os.environ["HPCRL_PART"]).touch()')
+    run = make_run(tmp_path, engine_node='(run.path / os.environ["HPCRL_PART"]).touch()')
     node, context = (
         Node(1, "rollout", 0, (), 0, 0, engine_parts=(3,)),
         NodeContext(1, ["here", "there"], "local-1", 0, True),

@@ -269,7 +269,7 @@ class PolicyWay(Way):
         assert mini.rows.scores.old_logprobs is not None
         assert torch.equal(logprobs_P, mini.rows.scores.old_logprobs)
         for row in views([mini.rows]):
-            self.of_samples[f"norms.{row.ref.group}.{row.ref.index}"] = row.of(norms_P).clone()
+            self.of_samples[f"1.norms.{row.ref.group}.{row.ref.index}"] = row.of(norms_P).clone()
 
     def _taught(self, step: int, mini: MiniBatch, top_k: int) -> None:
         """Let the reference be the teacher, at the tokens that it finds most probable, and show what the policy says of these."""
