@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.admission.play import Play, Scene
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.data import CurriculumConfig
 from hpcrl.controller.curriculum import POOLS, Curriculum, PassRates, curriculum_of
@@ -29,6 +28,7 @@ from hpcrl.errors import DataError
 from hpcrl.observe.metrics import merged
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, Drawn, GroupMeta, SampleMeta, Work
+from tests.controller.simulation.play import Play, Scene
 from tests.controller.test_api import finish, make_run, prompts, write
 from tests.controller.test_service import SCHEDULE
 

@@ -1,4 +1,4 @@
-"""Whole runs under a virtual clock (benchmarks/admission): the bound holds, no group is lost or doubled, none stands still, few idle."""
+"""Whole runs under a virtual clock (tests/controller/simulation): the bound holds, no group is lost or doubled, none stands still, few idle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.admission.lent import ASLEEP, AWAKE, LeaseScene, LentPlay
-from benchmarks.admission.play import Play, Scene
-from benchmarks.admission.scored import ScoredPlay, ScoreScene
+from tests.controller.simulation.lent import ASLEEP, AWAKE, LeaseScene, LentPlay
+from tests.controller.simulation.play import Play, Scene
+from tests.controller.simulation.scored import ScoredPlay, ScoreScene
 
 
 def play(scene: Scene) -> Play:

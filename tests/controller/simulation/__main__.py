@@ -1,7 +1,7 @@
 """Prints what runs of the controller under a virtual clock come to: plain ones, with scorers, with lent engines.
 
-    python -m benchmarks.admission [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--evaluate K] [--seed N] [--scorers N]
-    python -m benchmarks.admission --lent N [--steps N] [--replicas N] [--staleness S] [--waves N] [--longest SECONDS] [--seed N]
+    python -m tests.controller.simulation [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--evaluate K] [--seed N] [--scorers N]
+    python -m tests.controller.simulation --lent N [--steps N] [--replicas N] [--staleness S] [--waves N] [--longest SECONDS] [--seed N]
 
 With `--lent` a step has as many groups as its replicas have room for, times `--waves`, and the same run is played without leases before.
 """
@@ -12,9 +12,9 @@ import argparse
 import time
 from dataclasses import replace
 
-from benchmarks.admission.lent import LeaseScene, LentPlay
-from benchmarks.admission.play import Play, Scene
-from benchmarks.admission.scored import ScoredPlay, ScoreScene
+from tests.controller.simulation.lent import LeaseScene, LentPlay
+from tests.controller.simulation.play import Play, Scene
+from tests.controller.simulation.scored import ScoredPlay, ScoreScene
 
 
 def play_lent(given: argparse.Namespace) -> LentPlay:

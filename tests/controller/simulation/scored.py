@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.admission.play import Play, Scene
 from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.rundir.process_names import scorer_name
 from hpcrl.types import Batch, GroupMeta
+from tests.controller.simulation.play import Play, Scene
 
 _MODELS = ("reward-1", "teacher-2")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.admission.play import Play, Replica, Scene
 from hpcrl.controller.dispatch import Dispatcher
 from hpcrl.controller.lending import Lending
 from hpcrl.rundir.process_names import worker_name
+from tests.controller.simulation.play import Play, Replica, Scene
 
 ASLEEP, WAKES, AWAKE, FALLS = "asleep", "wakes", "awake", "falls asleep"
 
