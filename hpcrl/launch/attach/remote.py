@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import PROGRAMS, Role
@@ -37,10 +38,11 @@ def processes(run: Run, attempt: int) -> dict[int, tuple[str, dict[str, str]]]:
     return found
 
 
-def main(path: str, attempt: str, index: str, role: Role, *command: str) -> None:
+def main(path: str, attempt: str, index: str, role: str, *command: str) -> None:
     run = Run(Path(path))
     found = processes(run, int(attempt))
-    environment = next((own for script, own in found.values() if Path(script).stem in PROGRAMS[role].values()), None)
+    programs = PROGRAMS[cast(Role, role)].values()
+    environment = next((own for script, own in found.values() if Path(script).stem in programs), None)
     if environment is None:
         print(f"hpcrl: no {role} process of {run.name} runs on {socket.gethostname()}", file=sys.stderr)
         environment = {**os.environ, "PYTHONPATH": str(run.code), "PYTHONSAFEPATH": "1", "HPCRL_ATTEMPT": attempt}
