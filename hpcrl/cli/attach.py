@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 
 from hpcrl.cli._common import add_run, named_run
+from hpcrl.rundir.process_names import PROGRAMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.usage = "hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout,reward,scorer,sandbox}] RUN [-- COMMAND ...]"
+    parser.usage = f"hpcrl attach [-h] [--root ROOT] [--node N] [--role {{{','.join(PROGRAMS)}}}] RUN [-- COMMAND ...]"
     parser.epilog = "example: hpcrl attach my-run --role rollout -- nvidia-smi"
     parser.add_argument("--node", metavar="N", help="number of the node in the run, or its name (default: the first)")
-    parser.add_argument(
-        "--role", choices=("trainer", "rollout", "reward", "scorer", "sandbox"), help="the first node of this role"
-    )
+    parser.add_argument("--role", choices=tuple(PROGRAMS), help="the first node of this role")
     parser.set_defaults(action=_attach, command=[])
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from hpcrl.cli._common import add_run, named_run
+from hpcrl.rundir.process_names import JOBS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
-    roles = ("trainer", "rollout", "engine", "part", "reward", "scorer", "sandbox", "controller", "evaluation", "agent")
+    roles = (*JOBS, "engine", "controller", "evaluation", "agent")
     parser.add_argument("--role", choices=roles, help="only this role")
     parser.add_argument("--attempt", type=int, metavar="N", help="another attempt than the newest")
     parser.set_defaults(action=_logs)

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import ScorerSet, scorer_numbers, scorer_sets, scorers_per_node
-from hpcrl.rundir.process_names import scorer_name, worker_name
-
-Role = Literal["trainer", "rollout", "reward", "scorer", "sandbox"]
+from hpcrl.rundir.process_names import Role, scorer_name, worker_name
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.observe.metrics import MetricsReader, read_metrics
+from hpcrl.observe.timeline import read_spans
 from hpcrl.rundir.commit import is_committed, verify
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import read_outcome
+from hpcrl.rundir.ledger import read_attempts, read_outcome
 from tests.faults.scenario import BATCH, STEPS, Scenario
 from tests.jobs.small_run import curve, trained_groups
 from tests.processes import processes_of
@@ -99,6 +101,13 @@ def assert_reported_once(run: Run) -> None:
         (r.step, name) for r in told if r.process == "trainer" for name in r.metrics if name != INTERRUPTED
     )
     assert [key for key, count in reports.items() if count > 1] == [], "trained twice in the history"
+
+
+def assert_one_attempt_at_a_time(run: Run) -> None:
+    """Assert that no process of an attempt did anything once the next one had begun; all nodes have the same clock."""
+    spans = read_spans(run)
+    for attempt, later in pairwise(read_attempts(run)):
+        assert max(span.end for span in spans if span.attempt == attempt.number) <= later.started, later
 
 
 def curves_of(run: Run) -> dict[str, dict[int, float]]:

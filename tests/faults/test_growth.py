@@ -8,7 +8,13 @@ import pytest
 
 from hpcrl.rundir.growth import read_growth
 from hpcrl.rundir.ledger import outcome_of, read_attempts
-from tests.faults.history import assert_groups_once, assert_nothing_lost, assert_reported_once, last_trained
+from tests.faults.history import (
+    assert_groups_once,
+    assert_nothing_lost,
+    assert_one_attempt_at_a_time,
+    assert_reported_once,
+    last_trained,
+)
 from tests.faults.scenario import Scenario
 from tests.faults.test_ranges import NODES, PATIENCE_S, drained, reach
 
@@ -100,6 +106,7 @@ def test_a_larger_request_takes_the_run_over(scenario: Scenario) -> None:
     assert "run: cancelled" in scenario.told("cancel", run.name)
     assert_groups_once(run)
     assert_reported_once(run)
+    assert_one_attempt_at_a_time(run)
 
 
 @pytest.mark.nodes(3)

@@ -8,8 +8,16 @@ import pytest
 
 from hpcrl.config.sizes import GPUS
 from hpcrl.rundir.ledger import read_attempts, read_outcomes
-from tests.faults.history import assert_ended, assert_nothing_lost, assert_reported_once
+from tests.faults.history import (
+    CURVES,
+    assert_ended,
+    assert_nothing_lost,
+    assert_one_attempt_at_a_time,
+    assert_reported_once,
+    last_trained,
+)
 from tests.faults.scenario import Scenario
+from tests.faults.test_ranges import NODES, PATIENCE_S, assert_same, reach, wait_for_end
 
 REQUESTS = {"slurm.requests.usual": {"partition": "main"}, "slurm.requests.spot": {"partition": "nograce"}}
 
@@ -35,6 +43,7 @@ def test_the_other_request_goes_on_with_the_run(scenario: Scenario) -> None:
     assert_ended(scenario, run)
     assert_nothing_lost(scenario, run)
     assert_reported_once(run)
+    assert_one_attempt_at_a_time(run)
     states = scenario.slurm("squeue", "-h", "-o", "%T", "-j", ",".join(job.partition("_")[0] for job in jobs))
     assert not states.strip(), "the other job was cancelled"
 
@@ -82,3 +91,34 @@ def test_requests_for_other_gpus_have_nodes_and_layouts_of_their_own(scenario: S
         assert f"CUDA_VISIBLE_DEVICES={devices}" in outcome.message, "those that Slurm gave"
     numbers = ",".join(job.partition("_")[0] for job in jobs.values())
     scenario.wait(lambda: not scenario.slurm("squeue", "-h", "-j", numbers).strip(), "the queue is empty", 60, run)
+
+
+@pytest.mark.nodes(5)
+@pytest.mark.own_cluster("--gpus", "2xh100:2", "--gpus", "3xa100:1")
+@pytest.mark.faults_slow
+def test_nodes_with_gpus_of_another_type_go_on_with_the_run(scenario: Scenario) -> None:
+    """In the layout of the other request. The run asks for the GPUs by sbatch's own option and computes on CPUs, as no device is behind them."""
+    requests = {
+        "slurm.requests.new": {"nodes": 2, "extra": {"gres": "gpu:h100:2"}},
+        "slurm.requests.old": {"nodes": 3, "extra": {"gres": "gpu:a100:1"}},
+    }
+    # rounding, which other ranks do in another order, grows with the learning rate
+    slow = {"trainer.policy.optimizer_config.lr": 1e-4, "slurm.time_minutes": 60}
+    run = scenario.submit({**requests, **slow, NODES: "1-2"}, pinned=False)
+    jobs = json.loads(run.submission.read_text())["requests"]
+    layouts = {jobs["new"]: ({NODES: 1}, scenario.nodes[:2]), jobs["old"]: ({NODES: 2}, scenario.nodes[2:])}
+    reach(scenario, run, 3)
+    (first,) = read_attempts(run)
+    scenario.preempt(50, first.hosts)
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "an attempt of the other request", PATIENCE_S, run)
+    before = last_trained(run)
+    wait_for_end(scenario, run)
+    assert_nothing_lost(scenario, run, same_values=False)
+    attempts = read_attempts(run)
+    assert [attempt.job_id for attempt in attempts] == [first.job_id, *(layouts.keys() - {first.job_id})]
+    assert [(attempt.sizes, attempt.hosts) for attempt in attempts] == [layouts[each.job_id] for each in attempts]
+    assert 0 < before < last_trained(run), "each has trained"
+    assert_one_attempt_at_a_time(run)
+    whole = scenario.submit({**slow, "slurm.extra.gres": "gpu:h100:2"}, name="whole", pinned=False)
+    wait_for_end(scenario, whole)
+    assert_same(run, whole, CURVES)

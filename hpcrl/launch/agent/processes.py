@@ -20,7 +20,7 @@ from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.process_names import scorer_name
+from hpcrl.rundir.process_names import JOBS, scorer_name
 from hpcrl.runtime.numa import nodes_of_gpus
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
@@ -31,8 +31,6 @@ _NUMBERS = {
     "part": "HPCRL_PART",
     "sandbox": "HPCRL_SANDBOXES",
 }
-JOBS = {role: role for role in _NUMBERS} | {"part": "engine_node"}
-"""Programs of jobs/ by the roles of workers."""
 _ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -104,7 +102,7 @@ class NodeProcesses:
         self.rendezvous = meeting["number"]
         if old := self.children.pop(name, None):
             old.end(0.0)
-        command = [sys.executable, *self._ranks_of_scorer(meeting), self._job("scorer"), str(self._run.path)]
+        command = [sys.executable, *self._ranks_of_scorer(meeting), self._job(JOBS["scorer"]), str(self._run.path)]
         self._spawn(name, command, signal.SIGTERM, False, **{_NUMBERS["scorer"]: str(number)})
 
     def _ranks_of_scorer(self, meeting: Mapping[str, Any] | None) -> list[str]:
@@ -166,7 +164,7 @@ class NodeProcesses:
         self.rendezvous, name = meeting["number"], f"trainer-{self._node.index}"
         if old := self.children.pop(name, None):
             old.end(0.0)
-        ranks = [sys.executable, "-u", self._job("train"), str(self._run.path)]
+        ranks = [sys.executable, "-u", self._job(JOBS["trainer"]), str(self._run.path)]
         more = self.recorder.prepare()
         if records_ranks(self._profiler, self._node):
             ranks = self._under_nsys(ranks, "rank-%q{RANK}")

@@ -10,17 +10,11 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import PROGRAMS, Role
 
-PROGRAMS: dict[str, tuple[str, ...]] = {
-    "trainer": ("train.py",),
-    "rollout": ("rollout.py", "engine_node.py"),
-    "reward": ("reward.py",),
-    "scorer": ("scorer.py",),
-    "sandbox": ("sandbox.py",),
-}
-"""Programs of jobs/ that run on a node of each role."""
 _KEPT = ("TERM", "SSH_", "DISPLAY", "COLORTERM", "LINES", "COLUMNS")  # of the terminal, not of the run
 
 
@@ -47,7 +41,8 @@ def processes(run: Run, attempt: int) -> dict[int, tuple[str, dict[str, str]]]:
 def main(path: str, attempt: str, index: str, role: str, *command: str) -> None:
     run = Run(Path(path))
     found = processes(run, int(attempt))
-    environment = next((own for script, own in found.values() if script in PROGRAMS[role]), None)
+    programs = PROGRAMS[cast(Role, role)].values()
+    environment = next((own for script, own in found.values() if Path(script).stem in programs), None)
     if environment is None:
         print(f"hpcrl: no {role} process of {run.name} runs on {socket.gethostname()}", file=sys.stderr)
         environment = {**os.environ, "PYTHONPATH": str(run.code), "PYTHONSAFEPATH": "1", "HPCRL_ATTEMPT": attempt}

@@ -6,15 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from hpcrl.errors import RunError, SubmitError
-from hpcrl.launch.agent.processes import JOBS
 from hpcrl.launch.attach.attach import choose, on_node
-from hpcrl.launch.attach.remote import PROGRAMS, processes
-from hpcrl.launch.nodes import Node, Role
+from hpcrl.launch.attach.remote import processes
+from hpcrl.launch.nodes import Node
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from tests.launch.manage.slurm_records import CONFIG, PAST, squeue, state, submitted
@@ -37,11 +35,6 @@ def test_node_by_role_name_and_number() -> None:
         RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\), 3 d"
     ):
         choose(PLAN, HOSTS, "b", "rollout")
-
-
-def test_each_program_of_a_node_is_found_by_its_role() -> None:
-    assert PROGRAMS.keys() == set(get_args(Role))
-    assert {"train.py", *(f"{job}.py" for job in JOBS.values())} == {name for own in PROGRAMS.values() for name in own}
 
 
 def test_without_srun_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
