@@ -297,7 +297,7 @@ def by_hints(x: torch.Tensor) -> torch.Tensor:
     """Return PPO's loss with advantages that a contrast of hints modulates, a mean over tokens of each sample."""
     mask, lengths, advantages = _tensor(MASK), torch.tensor(LENGTHS), _tensor(ADVANTAGES)
     contrasts = hint_contrasts(_tensor(RIGHT), torch.stack([_tensor(one) for one in WRONG]))
-    added = modulations(contrasts, mask, scale=1.0, temperature=0.5, threshold=0.3)
+    added = modulations(contrasts, mask, scale=1.0, width=0.5, threshold=0.3)
     advantages = contrastive_advantages(advantages, added, mask, lengths, weight=0.7)
     ppo_loss = build_policy_loss(build(AlgorithmConfig, {"policy_loss_type": "regular"}))
     loss, _ = ppo_loss(LossTokens(x, _tensor(OLD), _tensor(ROLLOUT), advantages, mask, lengths))

@@ -128,13 +128,13 @@ def hint_contrasts(right_P: torch.Tensor, wrong_KP: torch.Tensor) -> torch.Tenso
 
 
 def modulations(
-    contrasts_P: torch.Tensor, mask_P: torch.Tensor, *, scale: float, temperature: float, threshold: float
+    contrasts_P: torch.Tensor, mask_P: torch.Tensor, *, scale: float, width: float, threshold: float
 ) -> torch.Tensor:
     """Return what contrasts of hints add to advantages, [P] (RLCSD, arXiv:2606.11709v1, equations 9 and 10).
 
-    That is scale tanh(contrast / temperature); 0 where it is within ±threshold, or nothing is trained.
+    That is scale tanh(contrast / width); 0 where it is within ±threshold, or nothing is trained.
     """
-    found_P = scale * torch.tanh(contrasts_P / temperature)
+    found_P = scale * torch.tanh(contrasts_P / width)
     return torch.where((found_P.abs() > threshold) & (mask_P > 0), found_P, 0.0)
 
 

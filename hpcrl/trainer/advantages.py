@@ -203,7 +203,7 @@ def subtract_divergence(
 
     Returns:
         reverse_kl: mean over trained tokens of the log-probability of the policy less that of the teacher, in nats; penalty: mean over
-        trained tokens of what was subtracted; modulated: share of trained tokens that a contrast of hints modulates.
+        trained tokens of what was subtracted. modulated: share of trained tokens that a contrast of hints modulates.
     """
     divergence = penalty = tokens = modulated = 0.0
     for samples in minis:
@@ -219,7 +219,7 @@ def subtract_divergence(
         if scores.contrasts is not None:
             contrast = distillation.self_teacher.contrast
             added_P = modulations(
-                scores.contrasts, mask_P, scale=contrast.scale, temperature=contrast.temperature, threshold=contrast.threshold
+                scores.contrasts, mask_P, scale=contrast.scale, width=contrast.width, threshold=contrast.threshold
             )  # fmt: skip
             scores.advantages = contrastive_advantages(before_P, added_P, mask_P, lengths_B, weight=contrast.weight)
             modulated += (added_P != 0).sum().item()

@@ -10,7 +10,7 @@ import torch
 from hpcrl.algorithms.distillation import contrastive_advantages, hint_contrasts, modulations
 
 D = torch.float64
-PAPER = {"scale": 0.5, "temperature": 0.02, "threshold": 0.02}
+PAPER = {"scale": 0.5, "width": 0.02, "threshold": 0.02}
 LENGTHS = torch.tensor([3, 5, 4])
 
 

@@ -99,7 +99,7 @@ class ContrastConfig:
     scale: float = setting(0.5, range=POSITIVE)
     """The most that is added to the advantage of a token, or subtracted; it never changes the sign."""
 
-    temperature: float = setting(0.02, range=POSITIVE)
+    width: float = setting(0.02, range=POSITIVE)
     """Difference of log-probabilities, in nats, at which 76 % of that is reached."""
 
     threshold: float = setting(0.02, range=NOT_NEGATIVE)
@@ -129,7 +129,7 @@ class SelfTeacherConfig:
     """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} the environment's answers in the sample itself."""
 
     wrong_hints: int = setting(0, range=NOT_NEGATIVE, used_by=when(".model"))
-    """At most this many answers that earned less are shown too, each in a prompt of its own. What they change as the right one does is style, which is then not taught: contrastive self-distillation (RLCSD, arXiv:2606.11709, 4 there). Each costs a forward pass; 0: none."""
+    """At most this many answers of the group below success_reward are shown too, each in a prompt of its own. What they change as the right one does is style, which is then not taught: contrastive self-distillation (RLCSD, arXiv:2606.11709, 4 there). Each costs a forward pass; 0: none."""
 
     contrast: ContrastConfig = section(ContrastConfig, used_by=_CONTRAST)
 
