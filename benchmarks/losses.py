@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 
 from hpcrl.algorithms.advantages import AdvantageInputs, online_dpo, optimal_token_baseline
-from hpcrl.algorithms.distillation import jensen_shannon
+from hpcrl.algorithms.distillation import contrastive_advantages, hint_contrasts, jensen_shannon, modulations
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.likelihood import LIKELIHOOD_LOSSES
-from hpcrl.algorithms.losses import POLICY_LOSSES, LossTokens, masked_sum
+from hpcrl.algorithms.losses import POLICY_LOSSES, LossTokens, masked_sum, sample_means
 from hpcrl.algorithms.preferences import PAIR_LOSSES, Pairs, pair_loss, unpaired_loss
 from hpcrl.algorithms.values import clipped_value_loss
 from hpcrl.config import AlgorithmConfig
@@ -45,6 +45,7 @@ ADVANTAGES = [(0.8, -1.3, 0.4)[at] for at in SAMPLE]
 SIZES, LABELS = [(3, 5), (2, 4), (6, 1)], [1, 0, 1, 1, 0, 0]
 ANSWERS = [_draw(-5.0, -0.5) for _ in LABELS]
 REFS = [x + _draw(-3.0, 3.0) for x in ANSWERS]
+RIGHT, *WRONG = ([_draw(-0.8, -0.3) for _ in MASK] for _ in range(4))
 SETTINGS = {
     "clip_ratio_c": 1.1,
     "ipa": {"ratio_high": 1.05},
@@ -288,7 +289,34 @@ def cases() -> list[tuple[str, str, Numbers, Ours, Formula]]:
         return fsum(-0.1 * sigma(-0.1 * (c - r)) * (best - worst) for best, worst, c, r in rows)
 
     found.append(("online_dpo", "2402.04792", ANSWERS, online, by_online))
+    found.append(("contrastive", "2606.11709", LOGPROBS, by_hints, contrastive))
     return [*found, ("optimal_token_baseline", "verl", LOGPROBS, by_positions, token_baseline)]
+
+
+def by_hints(x: torch.Tensor) -> torch.Tensor:
+    """Return PPO's loss with advantages that a contrast of hints modulates, a mean over tokens of each sample."""
+    mask, lengths, advantages = _tensor(MASK), torch.tensor(LENGTHS), _tensor(ADVANTAGES)
+    contrasts = hint_contrasts(_tensor(RIGHT), torch.stack([_tensor(one) for one in WRONG]))
+    added = modulations(contrasts, mask, scale=1.0, width=0.5, threshold=0.3)
+    advantages = contrastive_advantages(advantages, added, mask, lengths, weight=0.7)
+    ppo_loss = build_policy_loss(build(AlgorithmConfig, {"policy_loss_type": "regular"}))
+    loss, _ = ppo_loss(LossTokens(x, _tensor(OLD), _tensor(ROLLOUT), advantages, mask, lengths))
+    return sample_means(loss, mask, lengths).sum()
+
+
+def contrastive(x: Numbers, held: Numbers) -> float:
+    def mean_of(part: list[Token]) -> float:
+        return mean([ppo(exp(t.x - t.old), t.a) for t in part]) if part else 0.0
+
+    loss, found = 0.0, dict(zip(TRAINED, tokens(x, held), strict=True))
+    for at in range(len(LENGTHS)):
+        parts: tuple[list[Token], list[Token]] = [], []
+        for s in (s for s in TRAINED if SAMPLE[s] == at):
+            t, added = found[s], math.tanh(2 * (RIGHT[s] - log(mean([exp(one[s]) for one in WRONG]))))
+            own = max(0, t.a + added) if t.a > 0 else min(0, t.a + added)
+            parts[abs(added) > 0.3].append(t._replace(a=own if abs(added) > 0.3 else t.a))
+        loss += mean_of(parts[0]) + 0.7 * mean_of(parts[1])
+    return loss
 
 
 def by_positions(x: torch.Tensor) -> torch.Tensor:

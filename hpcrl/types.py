@@ -98,10 +98,12 @@ class Hint(Generic[Array]):
     Attributes:
         token_ids: [H] int64.
         replaces: how many of the row's first tokens it takes the place of.
+        wrong: the same prompt with wrong answers of the group instead, [H'] int64 each.
     """
 
     token_ids: Array
     replaces: int
+    wrong: Sequence[Array] = ()
 
 
 @dataclass(frozen=True)

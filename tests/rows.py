@@ -49,6 +49,8 @@ def as_tensors(row: Row[np.ndarray]) -> Row[torch.Tensor]:
         stop_reason=row.stop_reason,
         env_metrics=row.env_metrics,
         sampling_mask=None if mask is None else SamplingMask(**tensors(mask)),
-        hint=None if hint is None else Hint(torch.from_numpy(hint.token_ids), hint.replaces),
+        hint=None
+        if hint is None
+        else Hint(torch.from_numpy(hint.token_ids), hint.replaces, tuple(map(torch.from_numpy, hint.wrong))),
         tensors={name: torch.from_numpy(array) for name, array in row.tensors.items()},
     )

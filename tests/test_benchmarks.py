@@ -69,6 +69,7 @@ LOSSES = {name: case for name, *case in cases()}
 def test_no_loss_is_without_a_formula_of_its_source() -> None:
     named = {*POLICY_LOSSES, *KL_ESTIMATORS, *LIKELIHOOD_LOSSES, *PAIR_LOSSES, *UNPAIRED_LOSSES}
     assert named | {
+        "contrastive",
         "online_dpo",
         "optimal_token_baseline",
         "value",

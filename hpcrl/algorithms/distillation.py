@@ -114,5 +114,59 @@ def drift_weights(
     return (1 + gamma * (1 - share_P.clamp(0, 1))).to(divergences_P.dtype)
 
 
+def hint_contrasts(right_P: torch.Tensor, wrong_KP: torch.Tensor) -> torch.Tensor:
+    """Return the contrast of hints at each token, [P] (RLCSD, arXiv:2606.11709v1, equation 7).
+
+    log π_T(y | right hint) - log (1/K Σ π_T(y | wrong hint k)): what any hint changes, such as style, cancels. 0 without wrong hints.
+
+    Args:
+        right_P: log-probabilities behind the right hint.
+        wrong_KP: behind at most K wrong ones; -inf where a sample has fewer.
+    """
+    counts_P = (wrong_KP > -torch.inf).to(wrong_KP.dtype).sum(0)
+    return torch.where(counts_P > 0, right_P - wrong_KP.logsumexp(0) + counts_P.log(), 0.0)
+
+
+def modulations(
+    contrasts_P: torch.Tensor, mask_P: torch.Tensor, *, scale: float, width: float, threshold: float
+) -> torch.Tensor:
+    """Return what contrasts of hints add to advantages, [P] (RLCSD, arXiv:2606.11709v1, equations 9 and 10).
+
+    That is scale tanh(contrast / width); 0 where it is within ±threshold, or nothing is trained.
+    """
+    found_P = scale * torch.tanh(contrasts_P / width)
+    return torch.where((found_P.abs() > threshold) & (mask_P > 0), found_P, 0.0)
+
+
+def contrastive_advantages(
+    advantages_P: torch.Tensor,
+    modulations_P: torch.Tensor,
+    mask_P: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    weight: float,
+) -> torch.Tensor:
+    """Return advantages with the modulations of their tokens added, [P] (RLCSD, arXiv:2606.11709v1, equations 11 and 15).
+
+    No advantage changes its sign: one that would becomes 0. A sample's trained tokens, modulated or not, are two sets, each with a mean
+    of its own. Of n tokens m are modulated: their advantages are multiplied by weight n / m, the others by n / (n - m).
+
+    Not from the paper: it writes two means of losses. Factors of advantages are the same for a loss that is proportional to the
+    advantage, with any reduction. And an advantage of 0 stays 0, where equation 11 takes it as positive.
+
+    Args:
+        lengths_B: tokens of each sample; they sum to P.
+    """
+    trained_P, modulated_P = (mask_P > 0).double(), (modulations_P != 0).double()
+    tokens_B = sample_sums(trained_P, trained_P, lengths_B)
+    modulated_B = sample_sums(modulated_P, trained_P, lengths_B)
+    of_modulated_P = weight * spread(tokens_B / modulated_B.clamp(min=1), lengths_B, len(mask_P))
+    of_others_P = spread(tokens_B / (tokens_B - modulated_B).clamp(min=1), lengths_B, len(mask_P))
+    sums_P = advantages_P + modulations_P
+    signed_P = torch.where(advantages_P * sums_P > 0, sums_P, 0.0)
+    found_P = torch.where(modulated_P > 0, of_modulated_P * signed_P, of_others_P * advantages_P)
+    return torch.where(mask_P > 0, found_P, advantages_P).to(advantages_P.dtype)
+
+
 def _divergence(logprobs_PK: torch.Tensor, other_PK: torch.Tensor) -> torch.Tensor:
     return (logprobs_PK.exp() * (logprobs_PK - other_PK)).sum(-1)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,10 @@ _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
 _OWN = "tensors"  # in a row's details: name -> [digest, which it has in the file, type, shape] of Row.tensors
-_HINT_IDS, _HINT = "hint_token_ids", "hint"  # of Hint; in a row's details tokens of the hint and how many it replaces
+_HINT_IDS, _HINT = (
+    "hint_token_ids",
+    "hint",
+)  # of Hint; in a row's details sizes: its own, of what it replaces, of each wrong one
 _META, _CHECKSUM, _CONVERSATION, _TRUTH = "hpcrl_group", "blake2b", "conversation", "ground_truth"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
@@ -80,19 +83,20 @@ def group_bytes(
             _MASK_IDS: np.concatenate([mask.token_ids for mask in masks]),
         }
     hints = [sample.hint for sample in samples]
-    if hinted := [hint.token_ids for hint in hints if hint is not None]:
+    if hinted := [ids for hint in hints if hint is not None for ids in (hint.token_ids, *hint.wrong)]:
         arrays[_HINT_IDS] = np.concatenate(hinted)
+    of_hints = [{} if hint is None else {_HINT: _hint_detail(hint)} for hint in hints]
     of_tokens = [0, *accumulate(lengths)]
     ends = {name: of_tokens for name in arrays} | {  # noqa: C420  nobody changes it
         _MASK_IDS: [0, *accumulate(len(mask.token_ids) if mask else 0 for mask in masks)],
-        _HINT_IDS: [0, *accumulate(len(hint.token_ids) if hint else 0 for hint in hints)],
+        _HINT_IDS: [0, *accumulate(map(_hint_size, of_hints))],
     }
     own: dict[str, np.ndarray] = {}
     details: list[dict[str, Any]] = [
         {
             "stop_reason": sample.stop_reason,
             "env_metrics": sample.env_metrics,
-            **({} if sample.hint is None else {_HINT: [len(sample.hint.token_ids), sample.hint.replaces]}),
+            **of_hints[row],
             **({_OWN: _named(sample.tensors, own)} if sample.tensors else {}),
             _CHECKSUM: _checksum(array[ends[name][row] : ends[name][row + 1]] for name, array in arrays.items()),
         }
@@ -203,15 +207,26 @@ def _rows(
                     stop_reason=details[at]["stop_reason"],
                     env_metrics=details[at]["env_metrics"],
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
-                    hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
+                    hint=None if hint is None or not len(hint) else _hint(hint, details[at][_HINT]),
                     tensors={name: columns.own(entry, read) for name, entry in details[at].get(_OWN, {}).items()},
                     turns=(),
                 ),
             )
 
 
+def _hint_detail(hint: Hint[np.ndarray]) -> list[int]:
+    return [len(hint.token_ids), hint.replaces, *map(len, hint.wrong)]
+
+
 def _hint_size(detail: dict[str, Any]) -> int:
-    return detail[_HINT][0] if _HINT in detail else 0
+    size, _, *wrong = detail.get(_HINT, (0, 0))
+    return size + sum(wrong)
+
+
+def _hint(token_ids: np.ndarray, detail: Sequence[int]) -> Hint[np.ndarray]:
+    size, replaces, *wrong = detail
+    ends = accumulate(wrong, initial=size)
+    return Hint(token_ids[:size], replaces, tuple(token_ids[start:end] for start, end in pairwise(ends)))
 
 
 class _Columns:

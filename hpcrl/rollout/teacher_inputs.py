@@ -1,7 +1,8 @@
 """Teacher inputs of training groups beside their tokens: the policy's most probable tokens, and hints.
 
 A hint is a prompt with which the policy teaches itself: the sample's prompt with the answer of another, successful sample of the group.
-That is self-distillation with privileged context (SDPO, arXiv:2601.20802).
+That is self-distillation with privileged context (SDPO, arXiv:2601.20802). Wrong hints have in its place answers
+that earned less (RLCSD, arXiv:2606.11709).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -100,25 +102,34 @@ class TeacherInputs:
         """Return the rows of a group's samples, each sample of one row with a hint, if hints are on and another sample succeeded.
 
         That is the one with the highest reward, the first of several. Where its answer cannot be written as text, there is no hint.
+        Wrong hints are of the unsuccessful samples that come next in the group after the sample: a draw, since samples are alike.
         """
         if self.hints is None:
             return rows
         failed = [own[-1].stop_reason == "failed" for own in rows]
         best = sorted(range(len(rows)), key=lambda at: (failed[at], -rewards[at]))
-        shown = [
-            at for at in best if not failed[at] and rewards[at] >= self.hints.success_reward and samples[at].answer
-        ]
+        answered = [at for at in best if not failed[at] and samples[at].answer]
+        right = [at for at in answered if rewards[at] >= self.hints.success_reward]
         hinted = list[list[Row]]()
         for at, own in enumerate(rows):
-            other = next((one for one in shown if one != at), None)
-            messages = None if other is None or failed[at] else self._hinted(samples[at], samples[other].answer)
-            if messages is not None:
-                with suppress(DataError):  # special tokens, which no text has
-                    prompt = template.opening(messages, samples[at].tools).token_ids
-                    hint = Hint(np.array(prompt, np.int64), samples[at].prompt_tokens)
-                    own = [replace(row, hint=hint) for row in own]
+            other = next((one for one in right if one != at), None)
+            prompt = None if other is None or failed[at] else self._prompt(samples[at], samples[other].answer, template)
+            if prompt is not None:
+                wrong = sorted(set(answered) - {*right, at}, key=lambda one: (one - at) % len(rows))
+                prompts = (self._prompt(samples[at], samples[one].answer, template) for one in wrong)
+                written = islice((ids for ids in prompts if ids is not None), self.hints.wrong_hints)
+                hint = Hint(prompt, samples[at].prompt_tokens, tuple(written))
+                own = [replace(row, hint=hint) for row in own]
             hinted.append(own)
         return hinted
+
+    def _prompt(self, sample: SampleMessages, answer: str, template: ChatTurns) -> np.ndarray | None:
+        """Return a sample's prompt with this answer as its hint, [H] int64; None where it has no message of the user, or no text for it."""
+        messages = self._hinted(sample, answer)
+        if messages is not None:
+            with suppress(DataError):  # special tokens, which no text has
+                return np.array(template.opening(messages, sample.tools).token_ids, np.int64)
+        return None
 
     def _hinted(self, sample: SampleMessages, answer: str) -> Messages | None:
         """Return the messages of a prompt with the hint in its last message of the user; None where it has none."""

@@ -16,7 +16,7 @@ from hpcrl.algorithms.advantages import (
     is_per_turn,
     lambda_returns,
 )
-from hpcrl.algorithms.distillation import drift_weights, teacher_advantages
+from hpcrl.algorithms.distillation import contrastive_advantages, drift_weights, modulations, teacher_advantages
 from hpcrl.algorithms.filters import named_rewards
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
@@ -198,13 +198,14 @@ def subtract_divergence(
 ) -> dict[str, float]:
     """Subtract the divergence from the teacher from the advantages of this rank's samples, and return distillation/*.
 
-    Every rank calls it, with samples that have advantages, and old (or rollout) and the teacher's log-probabilities.
+    Every rank calls it, with samples that have advantages, and old (or rollout) and the teacher's log-probabilities. A contrast of hints,
+    where there is one, modulates the advantages instead.
 
     Returns:
         reverse_kl: mean over trained tokens of the log-probability of the policy less that of the teacher, in nats; penalty: mean over
-        trained tokens of what was subtracted.
+        trained tokens of what was subtracted. modulated: share of trained tokens that a contrast of hints modulates.
     """
-    divergence = penalty = tokens = 0.0
+    divergence = penalty = tokens = modulated = 0.0
     for samples in minis:
         if not samples.lengths:
             continue
@@ -214,9 +215,15 @@ def subtract_divergence(
         assert scores.teacher_logprobs is not None
         assert scores.advantages is not None
         divergence_P = k1(policy_P, scores.teacher_logprobs)
-        before_P = scores.advantages
-        if not distillation.top_k:  # a divergence over several tokens is part of the loss
-            lengths_B = torch.tensor(samples.lengths)
+        before_P, lengths_B = scores.advantages, torch.tensor(samples.lengths)
+        if scores.contrasts is not None:
+            contrast = distillation.self_teacher.contrast
+            added_P = modulations(
+                scores.contrasts, mask_P, scale=contrast.scale, width=contrast.width, threshold=contrast.threshold
+            )  # fmt: skip
+            scores.advantages = contrastive_advantages(before_P, added_P, mask_P, lengths_B, weight=contrast.weight)
+            modulated += (added_P != 0).sum().item()
+        elif not distillation.top_k:  # a divergence over several tokens is part of the loss
             weighted_P = divergence_P * drift_weights(divergence_P, mask_P, lengths_B, distillation.iw_opd_gamma)
             scores.advantages = teacher_advantages(
                 before_P, weighted_P, mask_P, samples.lengths,
@@ -225,11 +232,11 @@ def subtract_divergence(
         divergence += torch.where(mask_P > 0, divergence_P, 0.0).sum().item()
         penalty += (before_P - scores.advantages).sum().item()
         tokens += mask_P.sum().item()
-    divergence, penalty, tokens = over_ranks([divergence, penalty, tokens])
-    return {
-        "distillation/reverse_kl": divergence / max(tokens, 1.0),
-        "distillation/penalty": penalty / max(tokens, 1.0),
-    }
+    divergence, penalty, modulated, tokens = over_ranks([divergence, penalty, modulated, tokens])
+    found = {"reverse_kl": divergence, "penalty": penalty}
+    if distillation.self_teacher.wrong_hints:
+        found["modulated"] = modulated
+    return {f"distillation/{name}": total / max(tokens, 1.0) for name, total in found.items()}
 
 
 def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:

@@ -44,6 +44,7 @@ class Scores:
         desirable, shifts: float32, as of MicroBatch.
         teacher_logprobs: float32, of the teacher that the policy is compared with.
         teacher_ids, teacher_top: [P, K] int32 and float32, as of MicroBatch.
+        contrasts: float32, as of `hint_contrasts` (hpcrl/algorithms/distillation.py).
     """
 
     old_logprobs: torch.Tensor | None = None
@@ -53,6 +54,7 @@ class Scores:
     teacher_logprobs: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_top: torch.Tensor | None = None
+    contrasts: torch.Tensor | None = None
     staleness: torch.Tensor | None = None
     values: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
@@ -236,10 +238,16 @@ def pack(
         rewards=shifted(joined("rewards")),
         staleness=torch.full_like(loss_mask, -1) if version is None else (version - versions).float(),
         sampling_mask=_joined_mask(rows),
-        hints=[hint and Hint(torch.as_tensor(hint.token_ids), hint.replaces) for hint in (s.hint for s in rows)],
+        hints=[_hint(row.hint) for row in rows],
         tensors=[{name: torch.as_tensor(own) for name, own in row.tensors.items()} for row in rows],
         left_out=left_out,
     )
+
+
+def _hint(hint: Hint | Hint[torch.Tensor] | None) -> Hint[torch.Tensor] | None:
+    if hint is None:
+        return None
+    return Hint(torch.as_tensor(hint.token_ids), hint.replaces, tuple(map(torch.as_tensor, hint.wrong)))
 
 
 def _joined_mask(rows: Sequence[Row] | Sequence[Row[torch.Tensor]]) -> SamplingMask[torch.Tensor] | None:

@@ -62,7 +62,7 @@ def same(a: Row, b: Row) -> bool:
     if (a.hint is None) != (b.hint is None):
         return False
     if a.hint is not None:
-        pairs += zip(vars(a.hint).values(), vars(b.hint).values(), strict=True)
+        pairs += zip(*((one.hint.token_ids, one.hint.replaces, *one.hint.wrong) for one in (a, b)), strict=True)
     if (a.sampling_mask is None) != (b.sampling_mask is None):
         return False
     if a.sampling_mask is not None:
@@ -204,8 +204,9 @@ def test_what_rows_have_beside_their_tokens_comes_back(tmp_path):
 
 def test_hints_come_back(tmp_path):
     samples = [sample(7, 0), masked(sample(5, 1)), sample(4, 2), sample(3, 3)]
-    for at, size in ((1, 6), (3, 2)):
-        samples[at] = replace(samples[at], hint=Hint(torch.arange(size) + at, at))
+    for at, size, *wrong in ((0, 5, 3, 1), (1, 6), (3, 2)):
+        others = tuple(torch.arange(other) + 10 * other for other in wrong)
+        samples[at] = replace(samples[at], hint=Hint(torch.arange(size) + at, at, others))
     path = tmp_path / "g000007.safetensors"
     write_group(path, samples, meta(samples))
     assert check_group(path).lengths == [7, 5, 4, 3]

@@ -91,6 +91,14 @@ FAMILIES = {
         "trainer.distillation.loss_weight=0.5",
         "trainer.distillation.kl_penalty_coef=0",
     ],
+    "contrastive_self_distillation": [
+        NO_REFERENCE,
+        "trainer.distillation.enable=true",
+        "trainer.distillation.use_rewards=true",
+        "trainer.distillation.self_teacher.model=policy",
+        "trainer.distillation.self_teacher.template='sort: {answer}'",
+        "trainer.distillation.self_teacher.wrong_hints=4",
+    ],
     "dapo": [
         f"{ALGORITHM}eps_clip_high=0.28",
         f"{ALGORITHM}dynamic_sampling.type=filter",

@@ -368,6 +368,21 @@ def test_an_estimator_that_is_not_there(tmp_path: Path, name: str, message: str)
         one_rank(run, batch, advantage_estimator=name)
 
 
+def test_a_contrast_of_hints_modulates_instead_of_the_divergence() -> None:
+    """Of three trained tokens the first gets 0.5 tanh(2) more, the others nothing; a rank without samples has the same metrics."""
+    zeros = torch.zeros(4)
+    samples = pack([Row(torch.arange(4), torch.tensor([0.0, 1, 1, 1]), zeros, zeros.int(), zeros, "stop")])
+    samples.scores.old_logprobs, samples.scores.teacher_logprobs = -torch.ones(4), torch.tensor([-2.0, -3.0, -4.0, 0.0])
+    samples.scores.advantages, samples.scores.contrasts = torch.ones(4), torch.tensor([0.04, 0.0, 0.0, 9.0])
+    settings = {"enable": True, "use_rewards": True, "self_teacher": {"model": "policy", "wrong_hints": 1}}
+    distillation = build(DistillationConfig, settings)
+    metrics = subtract_divergence([samples], distillation, AlgorithmConfig(), list)
+    assert samples.scores.advantages.tolist() == pytest.approx([3 * 1.4820138, 1.5, 1.5, 1])
+    assert metrics["distillation/modulated"] == pytest.approx(1 / 3)
+    assert metrics["distillation/penalty"] == pytest.approx((3 - 3 * 1.4820138 - 3) / 3)
+    assert subtract_divergence([pack([])], distillation, AlgorithmConfig(), list).keys() == metrics.keys()
+
+
 def test_what_a_teacher_subtracts_is_weighed_by_the_drift_from_it() -> None:
     """Divergences of 1, 2 and 3 nats; of these 6, 0, 1 and 3 came before."""
     zeros = torch.zeros(4)

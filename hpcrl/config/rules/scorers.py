@@ -111,6 +111,7 @@ def own_teacher(config: ConfigTree) -> Iterator[Problem]:
             "generator.n_samples_per_prompt",
             f"expected at least 2 with {path}.model: hints are answers of other samples of the group",
         )
+    yield from _wrong_hints(config)
     if "{answer}" not in distillation.self_teacher.template:
         yield Problem(f"{path}.template", "expected a text with {answer}, the answer that is shown")
     if distillation.include_prompt:
@@ -133,6 +134,31 @@ def own_teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             f"{path}.model",
             'with trainer.strategy="megatron" an average wants trainer.ref.megatron_config.dtype="fp32": small changes are lost in 16 bits',
+        )
+
+
+def _wrong_hints(config: ConfigTree) -> Iterator[Problem]:
+    distillation, path = config.trainer.distillation, f"{_TEACHER}.self_teacher"
+    wanted, contrast = distillation.self_teacher.wrong_hints, distillation.self_teacher.contrast
+    if not wanted:
+        return
+    most = max(config.generator.n_samples_per_prompt - 2, 0)
+    if wanted > most:
+        yield Problem(
+            f"{path}.wrong_hints",
+            f"expected at most {most}, the samples of a group beside the one that is taught and one that succeeded, found {wanted}; "
+            "raise generator.n_samples_per_prompt",
+        )
+    if not distillation.use_rewards:
+        yield Problem(
+            f"{_TEACHER}.use_rewards",
+            f"expected true with {path}.wrong_hints: a contrast of hints only modulates the advantages that rewards give",
+        )
+    if contrast.threshold >= contrast.scale:
+        yield Problem(
+            f"{path}.contrast.threshold",
+            f"expected below {path}.contrast.scale = {contrast.scale:g}, the most that is added to an advantage, found {contrast.threshold:g}: "
+            "no token would be modulated",
         )
 
 

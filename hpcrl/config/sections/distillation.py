@@ -11,7 +11,18 @@ from hpcrl.config.effects import NO_TOKENS, SAME_NUMBERS
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import Pretrained, TeacherFSDPConfig
-from hpcrl.config.setting import ALL_OR_COUNT, COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, When, section, setting, when
+from hpcrl.config.setting import (
+    ALL_OR_COUNT,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SHARE_ABOVE_0,
+    When,
+    section,
+    setting,
+    when,
+)
 
 IN_RANKS = ("fsdp2", "megatron")
 """Backends that compute a teacher in the scorer's ranks; all others are engines."""
@@ -31,6 +42,8 @@ _OWN_TEACHER = when(
     test=lambda model: model is None,
     needs="a teacher of its own (trainer.distillation.self_teacher.model unset)",
 )
+_WRONG = "trainer.distillation.self_teacher.wrong_hints"
+_CONTRAST, _NO_CONTRAST = when(_WRONG), when(_WRONG, 0)
 _REWARDS_COUNT = when(".loss_weight", test=lambda weight: weight < 1, needs="{section}.loss_weight below 1")
 
 
@@ -80,6 +93,23 @@ class TeacherEngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContrastConfig:
+    """How the contrast of a right hint with wrong ones modulates advantages (RLCSD, arXiv:2606.11709, whose numbers these are)."""
+
+    scale: float = setting(0.5, range=POSITIVE)
+    """The most that is added to the advantage of a token, or subtracted; it never changes the sign."""
+
+    width: float = setting(0.02, range=POSITIVE)
+    """Difference of log-probabilities, in nats, at which 76 % of that is reached."""
+
+    threshold: float = setting(0.02, range=NOT_NEGATIVE)
+    """Tokens to whose advantage no more than this would be added are not modulated."""
+
+    weight: float = setting(1.0, range=POSITIVE)
+    """Weight of the mean loss of a sample's modulated tokens beside that of its others."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelfTeacherConfig:
     """A teacher that is the policy itself, shown a hint: the answer of another sample of the group that earned `success_reward`."""
 
@@ -97,6 +127,11 @@ class SelfTeacherConfig:
         used_by=when(".model"),
     )
     """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} the environment's answers in the sample itself."""
+
+    wrong_hints: int = setting(0, range=NOT_NEGATIVE, used_by=when(".model"))
+    """At most this many answers of the group below success_reward are shown too, each in a prompt of its own. What they change as the right one does is style, which is then not taught: contrastive self-distillation (RLCSD, arXiv:2606.11709, 4 there). Each costs a forward pass; 0: none."""
+
+    contrast: ContrastConfig = section(ContrastConfig, used_by=_CONTRAST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,21 +195,21 @@ class DistillationConfig:
     use_sample_packing: bool = setting(True, used_by=(_with("fsdp2"), _OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """Lay samples end to end in the teacher's forward pass."""
 
-    kl_penalty_coef: float = setting(1.0, range=NOT_NEGATIVE, used_by=(_REWARDS_COUNT, RL))
+    kl_penalty_coef: float = setting(1.0, range=NOT_NEGATIVE, used_by=(_REWARDS_COUNT, _NO_CONTRAST, RL))
     """Weight of the divergence that is subtracted from the advantage of each token."""
 
-    kl_discount_factor: float = setting(0.0, range=SHARE, used_by=(_REWARDS_COUNT, RL))
+    kl_discount_factor: float = setting(0.0, range=SHARE, used_by=(_REWARDS_COUNT, _NO_CONTRAST, RL))
     """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
     iw_opd_gamma: float = setting(
-        0.0, range=NOT_NEGATIVE, used_by=(when(".top_k", 0), when(".kl_discount_factor", 0.0), RL)
+        0.0, range=NOT_NEGATIVE, used_by=(when(".top_k", 0), when(".kl_discount_factor", 0.0), _NO_CONTRAST, RL)
     )
     """Weigh a token's divergence by 1 + iw_opd_gamma times the share of the sample's absolute divergences that is still to come (arXiv:2606.22600, 0.5 there); 0: all alike."""
 
     include_prompt: bool = setting(False, used_by=RL)
     """Learn also the tokens that the policy did not choose: the prompt, and the environment's answers."""
 
-    top_k: int = setting(0, range=NOT_NEGATIVE)
+    top_k: int = setting(0, range=NOT_NEGATIVE, used_by=_NO_CONTRAST)
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""
 
     loss_weight: float = setting(0.0, range=SHARE, used_by=when(".top_k"))

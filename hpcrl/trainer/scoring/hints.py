@@ -5,16 +5,18 @@ The answer's tokens are the sample's own. Another prompt stands before them, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from hpcrl.algorithms.distillation import hint_contrasts
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.batching import Limits, RowRef, plan_shares
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import Before, MiniBatch, PackedRows, pack
+from hpcrl.trainer.packing import Before, MicroBatchStream, MiniBatch, PackedRows, pack
 from hpcrl.types import Hint, Row, SamplingMask
 
 
@@ -30,7 +32,7 @@ def score_by_hints(
     """Fill in log-probabilities of the samples under hinted prompts, as of a teacher, and return distillation/hinted.
 
     Every rank calls it, with samples that have old log-probabilities. A sample without a hint gets these, so that it does not diverge from its
-    teacher, and ids of -1.
+    teacher, and ids of -1. With wrong hints it gets the contrast with these too, from one more forward pass for each.
 
     Args:
         limits: of micro-batches.
@@ -63,9 +65,41 @@ def score_by_hints(
         for here, there in _places(own, shown.rows):
             for target, column in zip(targets, columns, strict=True):
                 target[here] = column[there]
+        if distillation.self_teacher.wrong_hints:
+            forward = partial(policy.logprobs, reference=reference)
+            wrong = distillation.self_teacher.wrong_hints
+            scores.contrasts = _contrasts(mini, wrong, policy.data, forward, limits, before)
         hinted, samples = hinted + len(shown.rows.refs), samples + len(own.refs)
     shares = policy.data.sum([float(hinted), float(samples)])
     return {"distillation/hinted": shares[0] / max(shares[1], 1.0)}
+
+
+def _contrasts(
+    mini: MiniBatch,
+    wrong_hints: int,
+    data: World,
+    forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]],
+    limits: Limits,
+    before: Before,
+) -> torch.Tensor:
+    """Return `hint_contrasts` of the samples, [P].
+
+    All ranks call it, after teacher_logprobs are filled in, and make one pass for each wrong hint, whatever their samples have.
+    """
+    right_P = mini.rows.scores.teacher_logprobs
+    assert right_P is not None
+    wrong_KP = right_P.new_full((wrong_hints, len(right_P)), -torch.inf)
+    for number, wrong_P in enumerate(wrong_KP):
+        own = replace(mini.rows, hints=[_wrong(hint, number) for hint in mini.rows.hints])
+        shown = with_hints(replace(mini, rows=own), data, limits)
+        column = shown.scored(forward, before)
+        for here, there in _places(own, shown.rows):
+            wrong_P[here] = column[there]
+    return hint_contrasts(right_P, wrong_KP)
+
+
+def _wrong(hint: Hint[torch.Tensor] | None, number: int) -> Hint[torch.Tensor] | None:
+    return None if hint is None or number >= len(hint.wrong) else Hint(hint.wrong[number], hint.replaces)
 
 
 def with_hints(mini: MiniBatch, data: World, limits: Limits) -> MiniBatch:

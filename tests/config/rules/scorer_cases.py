@@ -22,6 +22,7 @@ OF_POLICY = {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_
 SELF = f"{DISTILLATION}.self_teacher"
 OF_ROWS = {**SFT, **TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5}
 OWN = {f"{DISTILLATION}.enable": True, f"{SELF}.model": "policy"}
+CONTRAST = {**OWN, f"{DISTILLATION}.use_rewards": True, f"{SELF}.wrong_hints": 2}
 AVERAGE = {**OWN, **NO_KL, f"{SELF}.model": "ema"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
 MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
@@ -214,6 +215,42 @@ OF_SCORERS = [
         {**OWN, f"{SELF}.ema_rate": 0.5},
         f"{SELF}.ema_rate", 'has no effect without trainer.distillation.self_teacher.model="ema"',
         {**AVERAGE, f"{SELF}.ema_rate": 0.5},
+    ),
+    Case(
+        "wrong hints are of samples that are neither taught nor right",
+        {**CONTRAST, f"{SELF}.wrong_hints": 4},
+        f"{SELF}.wrong_hints", "expected at most 3, the samples of a group beside",
+        {**CONTRAST, f"{SELF}.wrong_hints": 3},
+    ),
+    Case(
+        "a contrast of hints needs rewards",
+        {**CONTRAST, f"{DISTILLATION}.use_rewards": False},
+        f"{DISTILLATION}.use_rewards", "expected true with trainer.distillation.self_teacher.wrong_hints",
+        CONTRAST,
+    ),
+    Case(
+        "a threshold is not above all that is added",
+        {**CONTRAST, f"{SELF}.contrast.threshold": 0.5},
+        f"{SELF}.contrast.threshold", "expected below trainer.distillation.self_teacher.contrast.scale = 0.5",
+        {**CONTRAST, f"{SELF}.contrast.threshold": 0.4},
+    ),
+    Case(
+        "a contrast is of wrong hints",
+        {**OWN, f"{SELF}.contrast.scale": 0.4},
+        f"{SELF}.contrast.scale", "has no effect without trainer.distillation.self_teacher.wrong_hints",
+        {**CONTRAST, f"{SELF}.contrast.scale": 0.4},
+    ),
+    Case(
+        "a contrast takes the place of a penalty",
+        {**CONTRAST, f"{DISTILLATION}.kl_penalty_coef": 0.5},
+        f"{DISTILLATION}.kl_penalty_coef", "has no effect without trainer.distillation.self_teacher.wrong_hints=0",
+        {**OWN, f"{DISTILLATION}.kl_penalty_coef": 0.5},
+    ),
+    Case(
+        "a contrast is of the sampled token",
+        {**CONTRAST, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.top_k", "has no effect without trainer.distillation.self_teacher.wrong_hints=0",
+        {**OWN, f"{DISTILLATION}.top_k": 4},
     ),
     Case(
         "engines tell of some tokens alone",

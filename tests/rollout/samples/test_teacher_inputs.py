@@ -37,12 +37,16 @@ def row(stop_reason: str = "stop") -> Row:
     return Row(np.zeros(12, np.int64), zeros, zeros, zeros.astype(np.int32), zeros, stop_reason)  # type: ignore[arg-type]
 
 
-def shown(rewards: Sequence[float], answers: Sequence[str], failed: int | None = None) -> list[str | None]:
-    """Return what each sample is shown of others, of those that it is shown something."""
+def shown(
+    rewards: Sequence[float], answers: Sequence[str], failed: int | None = None, wrong_hints: int = 0
+) -> list[str | None]:
+    """Return what each sample is shown of others, of those that it is shown something; behind a space what wrong hints show."""
     rows = [[row("failed" if at == failed else "stop")] for at in range(len(rewards))]
-    found = TeacherInputs(hints=HINTS).with_hints(rows, rewards, [told(answer) for answer in answers], TEMPLATE)
-    texts = [None if own[0].hint is None else TEMPLATE.decoded(own[0].hint.token_ids.tolist()) for own in found]
-    return [None if text is None else re.sub(r".*sort: bca", "", text) for text in texts]
+    hints = replace(HINTS, wrong_hints=wrong_hints)
+    found = TeacherInputs(hints=hints).with_hints(rows, rewards, [told(answer) for answer in answers], TEMPLATE)
+    prompts = [None if (hint := own[0].hint) is None else (hint.token_ids, *hint.wrong) for own in found]
+    texts = [None if own is None else [TEMPLATE.decoded(ids.tolist()) for ids in own] for own in prompts]
+    return [None if own is None else " ".join(re.sub(r".*sort: bca", "", text) for text in own) for own in texts]
 
 
 def test_each_is_shown_the_best_answer_of_another() -> None:
@@ -56,6 +60,14 @@ def test_without_a_success_of_another_there_is_no_hint() -> None:
     assert shown([1.0, 0.0], ["", "b"]) == [None, None], "nothing was said"
     assert shown([1.0, 0.0, 0.0], ["a", "b", "c"], failed=0) == [None, None, None]
     assert shown([0.0, 1.0], ["a", "b"], failed=0) == [None, None], "it is not trained"
+
+
+def test_wrong_hints_are_the_next_unsuccessful_answers() -> None:
+    answers = ["a", "b", "c", "", "e"]
+    assert shown([0.0, 1.0, 0.5, 0.9, 0.0], answers, wrong_hints=2) == ["b c e", None, "b e a", "b e a", "b a c"]
+    assert shown([0.0, 1.0, 1.0, 1.0, 0.0], answers, wrong_hints=3) == ["b e", "c e a", "b e a", "b e a", "b a"]
+    assert shown([0.0, 1.0, 0.5, 0.9, 0.0], answers, failed=2, wrong_hints=1) == ["b e", None, None, "b e", "b a"]
+    assert shown([0.0, 0.0, 0.5, 0.9, 0.0], answers, wrong_hints=4) == [None] * 5, "no answer is right"
 
 
 def test_a_hint_takes_the_place_of_the_prompt() -> None:

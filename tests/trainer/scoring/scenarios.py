@@ -94,7 +94,7 @@ def hinted(world: World, options: dict[str, Any]) -> None:
     assert mask is not None
     columns = {
         "logprobs": scores.teacher_logprobs, "old": scores.old_logprobs, "labels": mini.rows.labels, "ids": scores.teacher_ids,
-        "top": scores.teacher_top, "unmasked": (mask < 0).all(1).float(),
+        "top": scores.teacher_top, "contrasts": scores.contrasts, "unmasked": (mask < 0).all(1).float(),
     }  # fmt: skip
     for view in views([mini.rows]):
         for name, column in columns.items():

@@ -29,11 +29,12 @@ Row = tuple[int, int]
 
 
 def hint_of(group: int, row: int) -> Hint[torch.Tensor] | None:
-    """Return the hint of a sample; the second sample of each group, and the whole last group, have none."""
+    """Return the hint of a sample, with as many wrong ones as the number of its group; the second of each, and the last group, have none."""
     if row == 1 or group == 3:
         return None
     draw = torch.Generator().manual_seed(10 * group + row)
-    return Hint(torch.randint(0, 18, (4 + 3 * row + group,), generator=draw), 3)
+    right, *wrong = (torch.randint(0, 18, (4 + 3 * row + group + at,), generator=draw) for at in range(group + 1))
+    return Hint(right, 3, tuple(wrong))
 
 
 @pytest.fixture
@@ -51,17 +52,21 @@ def options(run: Run, model: Path, out: Path, **distillation: Any) -> dict[str, 
     return {"run": str(run.path), "model": str(model), "out": str(out), "distillation": distillation}
 
 
-def by_hand(run: Run, model: Path) -> dict[str, torch.Tensor]:
-    """Return the whole distribution behind the hint, of each trained token of each sample that has one, as transformers computes it."""
+def by_hand(run: Run, model: Path, wrong: int | None = None) -> dict[str, torch.Tensor]:
+    """Return the whole distribution behind the hint, of each trained token of each sample that has one, as transformers computes it.
+
+    Or behind a wrong hint, of the samples that have one of that number.
+    """
     policy, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), dict[str, torch.Tensor]()
     for group in range(4):
         for at, row in enumerate(read_tensors(run.path / f"samples/0/g1-{group}.safetensors")):
-            if row.hint is None:
+            if row.hint is None or (wrong is not None and wrong >= len(row.hint.wrong)):
                 continue
-            ids = torch.cat([row.hint.token_ids, row.token_ids[row.hint.replaces :]])
+            shown = row.hint.token_ids if wrong is None else row.hint.wrong[wrong]
+            ids = torch.cat([shown, row.token_ids[row.hint.replaces :]])
             with torch.no_grad():
                 logits_TV = policy(ids[None]).logits[0] / TEMPERATURE
-            places = row.loss_mask.nonzero()[:, 0] + len(row.hint.token_ids) - row.hint.replaces - 1
+            places = row.loss_mask.nonzero()[:, 0] + len(shown) - row.hint.replaces - 1
             found[f"{group}.{at}"] = logits_TV[places].log_softmax(-1)
     return found
 
@@ -98,6 +103,36 @@ def test_the_answers_tokens_are_judged_behind_the_hint(
             assert (told[f"{name}.logprobs"] >= label - 1e-5).all()
             assert not torch.allclose(told[f"{name}.old"], told[f"{name}.logprobs"], atol=1e-2)
     assert told["hinted"].item() == pytest.approx(6 / 12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_right_hint_is_contrasted_with_the_mean_of_wrong_ones(
+    ranks: int, run: Run, tmp_path: Path, alone: World, two: Ranks, model_path: Path
+) -> None:
+    """Groups have 0, 1, 2 and no wrong hints; more are asked for than any has."""
+    given = options(run, model_path, tmp_path, self_teacher={"model": "policy", "wrong_hints": 3}, use_rewards=True)
+    if ranks == 1:
+        scenarios.hinted(alone, given)
+    else:
+        two.play([("scoring.scenarios:hinted", given)])
+    told = {name: value for rank in range(ranks) for name, value in load_file(tmp_path / f"{rank}.safetensors").items()}
+    right, *wrong = (by_hand(run, model_path, number) for number in (None, 0, 1))
+    compared = 0
+    for group in range(4):
+        for at in range(3):
+            name = f"{group}.{at}"
+            contrasts, mean = told[f"{name}.contrasts"], [one[name].exp() for one in wrong if name in one]
+            if not mean:
+                assert not contrasts.any()
+                continue
+            assert len(mean) == group
+            expected = right[name] - torch.stack(mean).mean(0).log()
+            label = expected.gather(1, told[f"{name}.labels"][:, None])[:, 0]
+            whole = told[f"{name}.unmasked"] > 0  # those that were sampled among the whole vocabulary
+            torch.testing.assert_close(contrasts[whole], label[whole], atol=2e-5, rtol=1e-5)
+            assert contrasts.isfinite().all()
+            compared += int(whole.sum())
+    assert compared > 10
 
 
 def test_hints_are_shared(tmp_path: Path, alone: World, model_path: Path) -> None:
