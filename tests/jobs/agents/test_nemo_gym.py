@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, InferenceEngineConfig, SamplingParams
@@ -36,10 +37,14 @@ STEPS = int(os.environ.get("HPCRL_NEMO_GYM_STEPS", "40"))
 
 
 @pytest.fixture(scope="module")
-def counter() -> Iterator[str]:
+def counter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentServiceConfig]:
     """A service with the package's counter, which tools increment, and its simple agent."""
-    with running(SERVICE, PYTHON, f"{COUNTER}/configs/example_session_state_mgmt.yaml") as url:
-        yield url
+    token = tmp_path_factory.mktemp("service") / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    configuration = f"{COUNTER}/configs/example_session_state_mgmt.yaml"
+    with running(SERVICE, PYTHON, "--token-file", str(token), configuration) as url:
+        yield AgentServiceConfig(url=url, token_file=str(token))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -47,7 +52,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in made.stdout.splitlines()]
 
 
-def played(url: str, row: dict[str, Any], said: list[str], max_turns: int) -> tuple[Group, Any, Any]:
+def played(service: AgentServiceConfig, row: dict[str, Any], said: list[str], max_turns: int) -> tuple[Group, Any, Any]:
     """Return the sample of a row in which the policy says texts, the engine, and the tokenizer."""
     tokenizer = tokenizer_of("thinking")
     engine: Any = Script([ended(tokenizer, one) for one in said])
@@ -55,7 +60,7 @@ def played(url: str, row: dict[str, Any], said: list[str], max_turns: int) -> tu
     config = GeneratorConfig(
         max_turns=max_turns, max_input_length=1 << 16, inference_engine=served, sampling_params=SamplingParams()
     )
-    agent = AgentConfig(service=AgentServiceConfig(url=url))
+    agent = AgentConfig(service=service)
     environment = EnvironmentConfig(skyrl_gym=SkyRLGymConfig(agent=agent), timeout_seconds=300.0)
     prompt = Prompt("0", row["prompt"], row["env_class"], {"nemo_gym": row["nemo_gym"]})
 
@@ -85,7 +90,7 @@ SAID = [
     [(SAID, 9, 1.0), ([calling("One.", ("increment_counter", {"count": 1}))], 1, 0.0)],
     ids=["to its end", "no more turns"],
 )
-def test_its_own_row_is_played(counter: str, said: list[str], max_turns: int, reward: float) -> None:
+def test_its_own_row_is_played(counter: AgentServiceConfig, said: list[str], max_turns: int, reward: float) -> None:
     """The package's agent, tools and `verify`: one row has the tokens of all answers, and where turns end what was done is verified."""
     (path,) = PYTHON.parents[1].glob(f"lib/python3*/site-packages/{COUNTER}/data/example.jsonl")
     row = rows_of(path)[0]
@@ -100,12 +105,19 @@ def test_its_own_row_is_played(counter: str, said: list[str], max_turns: int, re
 
 
 @pytest.mark.agents
-def test_a_row_that_its_server_refuses_fails_the_sample(counter: str) -> None:
+def test_a_row_that_its_server_refuses_fails_the_sample(counter: AgentServiceConfig) -> None:
     """The error of the package's server is that of the sample."""
     asked = {"input": "add 1", "tools": []}
     row = {"prompt": [{"role": "user", "content": "add 1"}], "env_class": "agent"}
     group, _, _ = played(counter, {**row, "nemo_gym": {"responses_create_params": asked}}, [], 1)
     assert "initial_count" in str(group.failures)
+
+
+@pytest.mark.agents
+def test_who_lacks_the_token_is_refused(counter: AgentServiceConfig) -> None:
+    """Else anybody on the node could have it send requests anywhere."""
+    assert counter.url
+    assert httpx.post(counter.url, json={}, headers={"authorization": "Bearer other"}, timeout=60).status_code == 401
 
 
 @pytest.mark.agents
@@ -125,7 +137,7 @@ def test_a_judge_that_is_the_policy_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.agents
-def test_the_policy_learns(place: Path, counter: str) -> None:
+def test_the_policy_learns(place: Path, counter: AgentServiceConfig) -> None:
     """A tiny policy that adds any digit learns which one is wanted; HPCRL_NEMO_GYM_STEPS: in so many steps."""
     opened, closed, went = (
         '<tool_call>{"name": "increment_counter", "arguments": {"count": ',
@@ -144,7 +156,7 @@ def test_the_policy_learns(place: Path, counter: str) -> None:
     model = make_model(
         place / "model", phrases, [taught(at % 10) for at in range(8192)], [{"type": "function", "function": tool}]
     )
-    asked = {"input": [{"role": "user", "content": "task"}], "tools": [{"type": "function", **tool}]}
+    asked = {"input": [{"role": "user", "content": "task"}], "tools": [{"type": "function", "strict": True, **tool}]}
     (place / "nemo.jsonl").write_text(
         json.dumps({"responses_create_params": asked, "initial_count": 3, "expected_count": 7})
     )
@@ -155,7 +167,8 @@ def test_the_policy_learns(place: Path, counter: str) -> None:
         *(f"data.train_data={json.dumps([str(place / 'rows.jsonl')])}", "data.val_data=[]"),
         *(f"trainer.policy.model.path={model}", "generator.max_turns=2", "generator.max_input_length=48"),
         *("generator.sampling_params.max_generate_length=8", "environment.timeout_seconds=600"),
-        *("environment.skyrl_gym.agent.command=[]", f"environment.skyrl_gym.agent.service.url={counter}"),
+        *("environment.skyrl_gym.agent.command=[]", f"environment.skyrl_gym.agent.service.url={counter.url}"),
+        f"environment.skyrl_gym.agent.service.token_file={counter.token_file}",
     ]
     config = CONFIGS / "guess_number_agent.toml"
     done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=7200)
@@ -168,7 +181,7 @@ def test_the_policy_learns(place: Path, counter: str) -> None:
         assert all(int((row.loss_mask[1:] > row.loss_mask[:-1]).sum()) <= 2 for row in rows)
     rewards = curve(run, "reward/avg_raw_reward")
     print(f"NeMo-Gym's counter: {rewards}")
-    assert STEPS < 40 or fmean(list(rewards.values())[-5:]) > 0.8
+    assert STEPS < 40 or fmean(list(rewards.values())[-10:]) > 0.6, "a digit of ten is right by chance"
 
 
 def test_a_python_without_the_package_is_named() -> None:
