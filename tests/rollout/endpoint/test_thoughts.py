@@ -64,3 +64,27 @@ def test_tokens_of_a_thought_are_counted_with_its_marks(prompt: str, pieces: lis
         return "".join(texts[one] for one in token_ids)
 
     assert count_thought(decode_pieces, [0], range(1, len(texts))) == count
+
+
+@pytest.mark.parametrize(
+    ("pieces", "most"),
+    [
+        (["<think>", *["hm"] * 9_000, "</thi", "nk>", *["so"] * 9_000], 1.5 * 9_003),
+        (["<think>", *["hm"] * 9_000], 2.5 * 9_001),
+        (["so"] * 9_000, 1_000),
+        ([" "] * 700 + ["<thi", "nk>", *["hm"] * 700, "</think>", "so"], 3 * 1_404),
+    ],
+    ids=["thought", "no end", "none", "after spaces"],
+)
+def test_tokens_of_a_long_response_are_decoded_about_once(pieces: list[str], most: float) -> None:
+    """It is counted in the event loop, where all other samples wait."""
+    decoded = list[int]()
+
+    def decode_pieces(token_ids: Sequence[int]) -> str:
+        decoded.append(len(token_ids))
+        return "".join(pieces[one] for one in token_ids)
+
+    ends = [at + 1 for at, piece in enumerate(pieces) if piece in ("nk>", "</think>")]
+    expected = 0 if pieces[0] == "so" else ends[-1] if ends else len(pieces)
+    assert count_thought(decode_pieces, [], range(len(pieces))) == expected
+    assert sum(decoded) <= most
