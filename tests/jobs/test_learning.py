@@ -194,6 +194,7 @@ def test_pairs_teach_sorting(place: Path, name: str, settings: list[str]) -> Non
 
 
 ORPO = ["trainer.dpo.loss_type=['sft', 'orpo']", "trainer.dpo.loss_weights=[1.0, 0.1]"]
+SIMPO = ["trainer.dpo.loss_type=['simpo', 'sft']", "trainer.dpo.beta=2.0", "trainer.dpo.simpo_gamma=1.0"]
 
 
 @pytest.mark.slow
@@ -201,9 +202,10 @@ ORPO = ["trainer.dpo.loss_type=['sft', 'orpo']", "trainer.dpo.loss_weights=[1.0,
     ("config", "name", "steps", "settings"),
     [
         ("dpo_tiny.toml", "orpo", 93, ORPO),
+        ("dpo_tiny.toml", "simpo", 93, SIMPO),
         ("sft_tiny.toml", "dft", 96, ["trainer.sft.loss_type=dft"]),
     ],
-    ids=["orpo", "dft"],
+    ids=["orpo", "simpo", "dft"],
 )
 def test_losses_without_a_reference_teach_sorting(
     place: Path, config: str, name: str, steps: int, settings: list[str]
