@@ -17,6 +17,9 @@ from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.errors import did_you_mean
 
 _BF16 = 1 / 256  # spacing of its numbers
+_LEAST_SHARE = (
+    0.1  # of the average of schedule-free AdamW, below which rounding of the weights is ten times as large in it
+)
 _UNITS = {
     "transformer_layer_cls_to_wrap": (list, "a list of class names"),
     "min_num_params": (int, "a number of parameters"),
@@ -356,10 +359,11 @@ def schedule_free(config: ConfigTree) -> Iterator[Problem]:
         )
     if own.implementation != "fused":
         yield Problem(f"{path}.implementation", f"the step of {free} is hpcrl's; leave it out")
-    if own.adam_betas[:1] == [0]:
+    if own.adam_betas and own.adam_betas[0] < _LEAST_SHARE:
         yield Problem(
             f"{path}.adam_betas",
-            f"expected a first number above 0 with {free}: the share of the average in the trained weights",
+            f"expected a first number of at least {_LEAST_SHARE} with {free}, found {own.adam_betas[0]:g}; its authors use 0.9. It is the share of "
+            "the average in the trained weights: the average is computed from these, and rounding is divided by it",
         )
     if section.fsdp_config.mixed_precision.master_dtype != "fp32":
         yield Problem(

@@ -38,7 +38,7 @@ def pairwise_judge(group: Sequence[GroupSample], environment: EnvironmentConfig)
         no ground truth, and answers that a judge compares better than it grades them
     Raises:
         ConfigError: no judge is named, or no key for OpenAI's own server.
-        DataError: the rubric is no text.
+        DataError: as of `rubric_of`.
         ServiceError: the judge does not answer, or without a verdict.
     """
     judge = JudgeModel(_NAME, environment.skyrl_gym.llm_as_a_judge, environment.custom)
@@ -57,8 +57,11 @@ def pairwise_judge(group: Sequence[GroupSample], environment: EnvironmentConfig)
 
 
 def _rubric(sample: GroupSample, custom: Mapping[str, Any]) -> str:
-    if rubric := rubric_of(_NAME, sample.extras, custom):
-        return _RUBRIC.format(rubric=rubric)
+    if criteria := rubric_of(_NAME, sample.extras, custom):
+        listed = (
+            [f"{each.text} (weight {each.weight:g})" for each in criteria] if len(criteria) > 1 else [criteria[0].text]
+        )
+        return _RUBRIC.format(rubric="; ".join(listed))
     return _HELPFUL if sample.ground_truth is None else _TRUTH.format(truth=sample.ground_truth)
 
 

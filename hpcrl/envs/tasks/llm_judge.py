@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrl.envs.base import Environment, Messages, Turn
 from hpcrl.envs.rewards.response import truth_of
-from hpcrl.envs.tools.judge import JudgeModel, as_text, rubric_of
+from hpcrl.envs.tools.judge import Criterion, JudgeModel, as_text, rubric_of, weighted
 
 _MARK = re.compile(r"final grade", re.IGNORECASE)
 _NUMBER = r"[0-9]+(?:[.,][0-9]+)?(?:e-?[0-9]+)?|[.,][0-9]+"
@@ -32,19 +32,20 @@ class LLMJudge(Environment):
     One turn; the grade is the reward. The judge sees the conversation, the response and what to grade it by.
 
     Args:
-        extras: `rubric`, a column or a key of environment.custom, defines the grades. Without it the judge asks
-            whether the response agrees with `reward_spec.ground_truth`, or is correct where the row has none.
+        extras: `rubric`, a column or a key of environment.custom, defines the grades: a text, or a list of criteria, of which each is
+            graded by itself and weighted. Without it the judge asks whether the response agrees with `reward_spec.ground_truth`, or is
+            correct where the row has none.
             `environment.custom.judge_parameters` takes the place of {"temperature": 0} in the request.
 
     Raises:
         ConfigError: no model is named.
-        DataError: the rubric is no text.
+        DataError: as of `rubric_of`.
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
         custom: Mapping[str, Any] = extras.get("custom") or {}
         self._judge = JudgeModel("llm_as_a_judge", extras["skyrl_gym"].llm_as_a_judge, custom)
-        self._rubric = rubric_of("llm_as_a_judge", extras, custom) or _rubric(truth_of(extras))
+        self._criteria = rubric_of("llm_as_a_judge", extras, custom) or [Criterion(_rubric(truth_of(extras)))]
         self._conversation = ""
 
     def init(self, messages: Messages) -> Messages:
@@ -54,10 +55,13 @@ class LLMJudge(Environment):
     def step(self, action: str) -> Turn:
         """Return the grade; errors as of `JudgeModel.ask`."""
         mark = secrets.token_hex(8)  # not to be guessed, so that no response can end itself and go on as the grader's
-        instructions = _INSTRUCTIONS.format(mark=mark, rubric=self._rubric)
         question = f"The conversation:\n\n{self._conversation}\n\nThe answer:\n\n[{mark}]\n{action}\n[{mark}]"
         expected = "an answer that ends with `Final grade: X`, X from 0 to 1"
-        return Turn([], self._judge.ask(instructions, question, _grade, expected), done=True)
+        grades = [
+            self._judge.ask(_INSTRUCTIONS.format(mark=mark, rubric=each.text), question, _grade, expected)
+            for each in self._criteria
+        ]
+        return Turn([], weighted(grades, self._criteria), done=True)
 
 
 def _rubric(truth: Any) -> str:

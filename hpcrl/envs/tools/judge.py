@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hpcrl.config.sections.environment import LLMJudgeConfig
@@ -71,19 +73,52 @@ class JudgeModel:
         return ToolService(name, url, TIMEOUT_S, PATIENCE_S, key)
 
 
-def rubric_of(user: str, extras: Mapping[str, Any], custom: Mapping[str, Any]) -> str | None:
-    """Return the rubric of a row, or else that of environment.custom; None: neither has one.
+@dataclass(frozen=True)
+class Criterion:
+    """What an answer is graded by: a text, and the points of an answer that it fits; below 0 they are taken away."""
+
+    text: str
+    weight: float = 1.0
+
+
+def rubric_of(user: str, extras: Mapping[str, Any], custom: Mapping[str, Any]) -> list[Criterion]:
+    """Return the criteria of the rubric of a row, or else of environment.custom; none: neither has one. A text is one of weight 1.
 
     Args:
         user: as of `JudgeModel`.
 
     Raises:
-        DataError: the rubric is no text.
+        DataError: the rubric is neither a text nor a list of criteria of which one has a positive weight.
     """
     rubric = extras.get("rubric") or custom.get("rubric")
-    if not isinstance(rubric, str | None):
-        raise lacking(user, "rubric", "a text, or none", rubric)
-    return rubric
+    if not rubric:
+        return []
+    listed = [{"criterion": rubric}] if isinstance(rubric, str) else rubric
+    found = [_criterion(each) for each in listed] if isinstance(listed, list) else []
+    criteria = [each for each in found if each]
+    if len(criteria) < len(found) or not any(each.weight > 0 for each in criteria):
+        expected = 'a text, a list of {"criterion": text, "weight": number} with a weight above 0, or none'
+        raise lacking(user, "rubric", expected, rubric)
+    return criteria
+
+
+def _criterion(given: Any) -> Criterion | None:
+    if not isinstance(given, Mapping):
+        return None
+    text, weight = given.get("criterion"), given.get("weight")
+    weight = 1.0 if weight is None else weight
+    fits = isinstance(text, str) and isinstance(weight, int | float) and math.isfinite(weight)
+    return Criterion(text, float(weight)) if fits and text else None
+
+
+def weighted(grades: Sequence[float], criteria: Sequence[Criterion]) -> float:
+    """Return the points of an answer by those that are possible, from 0 to 1 (HealthBench, arXiv:2505.08775).
+
+    Args:
+        grades: how far it fits each of the criteria, from 0 to 1.
+    """
+    points = math.fsum(grade * each.weight for grade, each in zip(grades, criteria, strict=True))
+    return min(max(points / math.fsum(each.weight for each in criteria if each.weight > 0), 0.0), 1.0)
 
 
 def as_text(messages: Messages) -> str:

@@ -59,7 +59,7 @@ from hpcrl.rundir.ledger import (
 )
 from hpcrl.rundir.process_names import SANDBOX
 from hpcrl.runtime.followers import Followers
-from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWriter, read_process_status, trainer_left
+from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, StatusWriter, read_process_status, trainer_left
 from hpcrl.runtime.signals import ask_to_stop, stop_asked, stop_cause
 from hpcrl.upload.send import commands as upload_commands
 
@@ -110,7 +110,7 @@ class NodeAgent:
         commands = upload_commands(run, config.trainer.upload) if uploads_here else {}
         self._uploads = Followers(run, self._attempt, commands, _NICENESS)
         self._restarts = {name: Restarts(config.slurm.replica_restarts) for name in self._node.workers}
-        self._left: dict[str, float] = {}
+        self._left: dict[str, set[float]] = {}
         self._saving_s = config.slurm.patience.save_seconds or float("inf")
         self._stop_reason: str | None = None
         self._stop_deadline = float("inf")
@@ -227,14 +227,17 @@ class NodeAgent:
             self._look_for_the_end()
 
     def _left_too_early(self, name: str) -> bool:
-        """Return whether a replica or a service was ended on its node by a third party: exit code 0, without a stop request or the run's end."""
-        if name not in self._restarts:
+        """Return whether a replica or a service was ended on its node by a third party: exit code 0, without a stop request or the run's end.
+
+        The controller tells of the end before it publishes it, maybe long before where nodes are busy: a process status that it has renewed
+        twice since would have the end.
+        """
+        status = read_process_status(self._run, CONTROLLER, self._attempt) if name in self._restarts else None
+        if status is None:
             return False
-        since = self._left.setdefault(name, time.monotonic())
-        if time.monotonic() - since < 2 * RENEW_S:  # the controller may not have published the end yet
-            return False
-        process_status = read_process_status(self._run, CONTROLLER, self._attempt)
-        return process_status is not None and process_status.facts.get("stop", "") is None
+        seen = self._left.setdefault(name, set())
+        seen.add(status.renewed)
+        return len(seen) > 2 and status.facts.get("stop", "") is None
 
     def _look_for_the_end(self) -> None:
         if self._stop_reason and not self._processes.rendezvous:

@@ -156,7 +156,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {**OFFLINE, f"{OPTIMIZER}.name": "AdamW", f"{OPTIMIZER}.implementation": "foreach"},
     ),
     (
-        {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.0, 0.99]}, f"{OPTIMIZER}.adam_betas", "a first number above 0",
+        {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.05, 0.99]}, f"{OPTIMIZER}.adam_betas", "at least 0.1 with ScheduleFreeAdamW",
         {**OFFLINE, f"{OPTIMIZER}.adam_betas": [0.1, 0.99]},
     ),
     ({**OFFLINE, MASTER: "bf16"}, MASTER, "an average moves by less than bf16 keeps", {**OFFLINE, MASTER: "fp32"}),

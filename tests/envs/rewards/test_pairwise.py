@@ -90,11 +90,14 @@ def test_the_judge_reads_rubric_truth_and_whole_conversations() -> None:
         pairwise_judge(group("7", "8", ground_truth="7"), environment(server.url))
         pairwise_judge(group("7", "8"), environment(server.url, rubric="Prefer odd numbers {x}."))
         pairwise_judge(group("7", "8", conversation=talk, extras={"rubric": "Prefer talk."}), environment(server.url))
+        criteria = [{"criterion": "It is odd.", "weight": 2}, {"criterion": "It is low."}]
+        pairwise_judge(group("7", "8", extras={"rubric": criteria}), environment(server.url))
     asked = [request.json["messages"] for request in server.asked]
     assert all("user: Say a number." in user["content"] for _, user in asked)
     assert "agrees better with the right answer: 7\n" in asked[0][0]["content"]
     assert "Prefer odd numbers {x}." in asked[2][0]["content"]
     assert "Prefer talk." in asked[4][0]["content"]
+    assert "by this: It is odd. (weight 2); It is low. (weight 1)\n" in asked[6][0]["content"]
     assert "assistant: Hm?\n\nuser: Go on.\n\nassistant: 7" in asked[4][1]["content"]
     assert asked[0][1]["content"] != asked[1][1]["content"], "the mark is another one"
 

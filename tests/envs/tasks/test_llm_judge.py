@@ -144,8 +144,36 @@ def test_the_rubric_and_the_parameters_can_be_given() -> None:
     assert "Grade brevity." in asked.json["messages"][0]["content"]
     _, asked = play("Final grade: 1", reward_spec=None)
     assert "Grade whether it is correct.\n" in asked.json["messages"][0]["content"]
-    with pytest.raises(DataError, match="needs a column `rubric` with a text, or none, found 3"):
+    with pytest.raises(DataError, match=r"needs a column `rubric` with a text, a list of .+, or none, found 3"):
         judge("http://x", rubric=3)
+
+
+CRITERIA = [
+    {"criterion": "It is right.", "weight": 3},
+    {"criterion": "It is rude.", "weight": -2},
+    {"criterion": "It is short."},
+]
+
+
+@pytest.mark.parametrize(
+    ("grades", "reward"), [((1, 0.5, 1), 0.75), ((1, 0, 0.5), 0.875), ((0, 1, 0), 0.0), ((1, 0, 1), 1.0)]
+)
+def test_each_criterion_of_a_rubric_is_graded_and_weighted(grades: tuple[float, ...], reward: float) -> None:
+    """The points by the 4 that are possible, never below 0."""
+    answers = iter(grades)
+    with serving(lambda _: (200, chat(f"Final grade: {next(answers)}"))) as server:
+        assert judge(server.url, rubric=CRITERIA).step("4").reward == pytest.approx(reward)
+    texts = [request.json["messages"][0]["content"] for request in server.asked]
+    assert [each["criterion"] in text for each, text in zip(CRITERIA, texts, strict=True)] == [True] * 3
+    assert "It is rude." not in texts[0]
+
+
+@pytest.mark.parametrize(
+    "rubric", [[3], [{"weight": 1}], [{"criterion": "x", "weight": "2"}], [{"criterion": "x", "weight": -1}], {"x": 1}]
+)
+def test_a_rubric_that_gives_no_points_is_refused(rubric: Any) -> None:
+    with pytest.raises(DataError, match="with a weight above 0"):
+        judge("http://x", rubric=rubric)
 
 
 def test_a_judge_that_is_busy_and_one_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

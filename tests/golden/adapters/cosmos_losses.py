@@ -10,8 +10,10 @@ import torch
 
 from hpcrl.algorithms.kl import k1
 from hpcrl.algorithms.losses import LossTokens, clipped_surrogate, masked_sum, sample_means
+from hpcrl.algorithms.preferences import Pairs, pair_loss
 from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.config import AlgorithmConfig
+from hpcrl.config.sections.dpo import DPOConfig
 from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import train
 from tests.golden.case import Case
@@ -50,6 +52,14 @@ def vla_chunk_loss(case: Case) -> dict[str, Any]:
     return {"loss": weight * masked_sum(values, mask), "clipfrac": sums["clip_ratio"] / length, "ppo_kl": kl / length}
 
 
+def dpo_loss(case: Case) -> dict[str, Any]:
+    """Each answer is one token here; the reference is left out."""
+    chosen, rejected = (_tensor(case.inputs[name]) for name in ("chosen", "rejected"))
+    none, one = torch.zeros_like(chosen), torch.ones_like(chosen)
+    dpo = DPOConfig(beta=case.params["beta"], reference_free=True)
+    return {"loss": pair_loss(Pairs(chosen, rejected, none, none, one, one), dpo).mean()}
+
+
 def _algorithm(case: Case) -> AlgorithmConfig:
     given = {**case.params, "use_decoupled_loss": case.inputs["rollout_per_token_logps"] is not None}
     return cosmos({f"train.train_policy.{name}": value for name, value in given.items()}).trainer.algorithm
@@ -81,4 +91,9 @@ def _tensor(value: Any) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-ADAPTERS = {"compute_loss": compute_loss, "masked_mean": masked_mean, "vla_chunk_loss": vla_chunk_loss}
+ADAPTERS = {
+    "compute_loss": compute_loss,
+    "masked_mean": masked_mean,
+    "vla_chunk_loss": vla_chunk_loss,
+    "dpo_loss": dpo_loss,
+}

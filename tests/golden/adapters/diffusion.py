@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from hpcrl.algorithms.diffusion.averages import average_decay, copy_decay, is_averaged
 from hpcrl.algorithms.diffusion.nft import implicit_losses, nft_loss, noised, velocity_divergence
-from hpcrl.algorithms.diffusion.samplers import STEPS, ddim_scale, ddim_to, sample
+from hpcrl.algorithms.diffusion.samplers import STEPS, Step, ddim_scale, ddim_to, sample
+from hpcrl.algorithms.losses import LossTokens, clipped_surrogate, ratio
 from tests.golden.case import Case
 
 
@@ -68,6 +70,25 @@ def diffusion_nft(case: Case) -> dict[str, Any]:
     }
 
 
+def wfm_grpo(case: Case) -> dict[str, Any]:
+    """A step whose deviation is sqrt(1/2) whatever its noise level: its log-density is the negative square, but for a constant."""
+    given, settings = case.inputs, case.params
+    current, old, reference, chosen = (_tensor(given[name]) for name in ("mu_current", "mu_old", "mu_ref", "sample"))
+    logprobs, old_logprobs = (Step(mean, math.sqrt(0.5), mean).logprob(chosen) for mean in (current, old))
+    one, lengths = torch.ones_like(logprobs), torch.ones(len(logprobs), dtype=torch.int64)
+    advantages = _tensor(given["advantages"]).clamp(*settings["adv_clip"])
+    tokens = LossTokens(logprobs, old_logprobs, old_logprobs, advantages, one, lengths)
+    eps = {f"eps_clip_{side}": settings["clip_ratio"] for side in ("low", "high")}
+    policy, divergence = clipped_surrogate(tokens, **eps)[0].mean(), velocity_divergence(current, reference).mean()
+    kl = divergence if settings["kl_beta"] else torch.zeros_like(divergence)
+    return {
+        "ratio": ratio(logprobs, old_logprobs),
+        "policy_loss": policy,
+        "kl_loss": kl,
+        "loss": policy + settings["kl_beta"] * kl,
+    }
+
+
 def weight_copy_decay(case: Case) -> dict[str, Any]:
     given = case.inputs
     return {"decay": {str(kind): [copy_decay(kind, step) for step in given["steps"]] for kind in given["decay_type"]}}
@@ -96,6 +117,7 @@ def _tensor(value: Any) -> torch.Tensor:
 
 ADAPTERS = {
     "*_grpo_step": sampler_step,
+    "wfm_grpo_loss": wfm_grpo,
     "ddim_update": ddim_update,
     "run_sampling": run_sampling,
     "nft_loss*": diffusion_nft,

@@ -34,7 +34,7 @@ from hpcrl.launch.agent.agent import NodeAgent
 from hpcrl.launch.agent.start import NodeContext, listen
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
-agent._POLL_S, agent._CONTROL_S, agent.RENEW_S = 0.05, 0.1, 1.0
+agent._POLL_S, agent._CONTROL_S = 0.05, 0.1
 run = Run(Path(sys.argv[1]))
 context = NodeContext(int(sys.argv[2]), ["here", "there", "there"], "local-1", 0, True)
 NodeAgent(run, Config.from_toml([run.config]), context, read_attempts(run)[-1], listen()).supervise()
@@ -205,14 +205,45 @@ sys.exit(13)  # which of a server of sandboxes means that its node has none
 
 
 def test_a_replica_that_leaves_though_the_run_goes_on_is_started_again(tmp_path: Path) -> None:
-    """Whoever frees memory on a node ends processes politely."""
+    """Whoever frees memory on a node ends processes politely. One that the controller has told of the end may leave before it is published."""
     run = make_run(tmp_path, rollout='(run.path / "starts").open("a").write("x")')
+    starts, status, looks = run.path / "starts", StatusWriter(run, "controller", 1), 0
+
+    def publish() -> None:
+        nonlocal looks
+        looks += 1
+        status.write("serving", url="http://127.0.0.1:9", stop=None, looks=looks)
+
+    publish()
+    with start(run, 1) as agent:
+        deadline = time.monotonic() + 120
+        while not starts.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        publish()
+        time.sleep(1.5)
+        assert starts.read_text() == "x"
+        while starts.read_text() != "xx":
+            assert time.monotonic() < deadline
+            publish()
+            time.sleep(0.2)
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        agent.wait(60)
+
+
+@pytest.mark.faults_slow
+def test_a_replica_that_knows_of_the_end_before_its_agent_is_not_started_again(tmp_path: Path) -> None:
+    """On busy nodes the controller's next process status comes long after its answers."""
+    run = make_run(tmp_path, rollout='(run.path / "starts").open("a").write("x")')
+    starts = run.path / "starts"
     StatusWriter(run, "controller", 1).write("serving", url="http://127.0.0.1:9", stop=None)
     with start(run, 1) as agent:
         deadline = time.monotonic() + 120
-        while not (run.path / "starts").exists() or (run.path / "starts").read_text() != "xx":
+        while not starts.exists():
             assert time.monotonic() < deadline
-            time.sleep(0.2)
+            time.sleep(0.1)
+        time.sleep(15)
+        assert starts.read_text() == "x"
         report_outcome(run, 1, "done", "finished", "agent-0")
         agent.wait(60)
 
