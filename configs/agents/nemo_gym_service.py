@@ -18,10 +18,12 @@ import argparse
 import asyncio
 import hmac
 import json
+import resource
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, redirect_stdout
+from contextvars import ContextVar
 from copy import deepcopy
 from importlib import import_module
 from inspect import isabstract
@@ -58,6 +60,9 @@ OVER = (
     "max_turns",
 )  # codes of the endpoint: the conversation is at its end, and can be verified
 MOST_METRICS = 64
+MOST_FILES = 1 << 16
+FILES = 32  # of a sample: listeners, and both ends of connections within this process
+SAMPLE = ContextVar[DictConfig | None]("SAMPLE", default=None)
 
 
 class Policy(SimpleModelServer):
@@ -95,10 +100,16 @@ class Quiet(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(app: FastAPI, listener: socket.socket) -> AsyncIterator[int]:
-    """Serve an application; yield its port."""
+async def served(app: FastAPI, listener: socket.socket, sample: DictConfig | None = None) -> AsyncIterator[int]:
+    """Serve an application, of all samples or of one; yield its port."""
     port = listener.getsockname()[1]
-    server = Quiet(uvicorn.Config(app, log_level="warning", log_config=None, timeout_graceful_shutdown=1))
+
+    async def ask(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            SAMPLE.set(sample)
+        await app(scope, receive, send)
+
+    server = Quiet(uvicorn.Config(ask, log_level="warning", log_config=None, timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve([listener]))
     try:
         while not server.started:
@@ -109,6 +120,13 @@ async def served(app: FastAPI, listener: socket.socket) -> AsyncIterator[int]:
     finally:
         server.should_exit = True
         await serving
+
+
+def end_requests(sample: DictConfig) -> None:
+    """Cancel the tasks of requests to a sample's servers. Without their connections they would try again, maybe at the ports of another sample."""
+    for task in asyncio.all_tasks():
+        if task.get_context().get(SAMPLE) is sample:
+            task.cancel()
 
 
 def read_configurations(paths: list[str]) -> DictConfig:
@@ -136,6 +154,10 @@ class Servers:
                 sys.exit(f"{name} asks policy_model, which only agents can: name another model as its judge")
         self.classes = {name: server_class(config, name) for name in (*self.agents, *self.others)}
         self.classes[POLICY_MODEL_KEY_NAME] = Policy
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = MOST_FILES if most == resource.RLIM_INFINITY else min(most, MOST_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+        self.room = asyncio.Semaphore(max(1, files // FILES))  # further samples wait
 
     def made(self, name: str, config: DictConfig) -> SimpleServer:
         """Return a server that finds others by a configuration."""
@@ -165,12 +187,13 @@ class Servers:
         endpoint |= {"openai_base_url": asked["base_url"], "openai_api_key": asked["api_key"]}
         config = deepcopy(self.config)
         config[POLICY_MODEL_KEY_NAME] = {MODELS: {"openai_model": endpoint}}
-        async with AsyncExitStack() as stack:
+        async with self.room, AsyncExitStack() as stack:
             for one in (POLICY_MODEL_KEY_NAME, name):
                 own = get_first_server_config_dict(config, one)
                 listener = socket.create_server(("127.0.0.1", 0))
                 own["host"], own["port"] = listener.getsockname()
-                await stack.enter_async_context(served(application(self.made(one, config)), listener))
+                await stack.enter_async_context(served(application(self.made(one, config)), listener, config))
+            stack.callback(end_requests, config)
             answer = await client_of(config).post(name, "/run", json=row)
             content = (await answer.read()).decode()
         if not answer.ok:

@@ -388,7 +388,7 @@ class Session:
             ]
             if max(prompt) >= len(self._tokenizer) or min(prompt) < 0:
                 raise BadRequest(f"prompt: expected token ids below {len(self._tokenizer)}")
-            parent = max(known, key=lambda one: len(one.prompt), default=None)
+            parent = max(known, key=lambda one: len(one.token_ids), default=None)
             before = Context([]) if parent is None else parent.context
             if stands := set(prompt[len(before.token_ids) :]).intersection(self._template.never_said):
                 raise BadRequest(

@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import fmean
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -52,8 +55,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in made.stdout.splitlines()]
 
 
-def played(service: AgentServiceConfig, row: dict[str, Any], said: list[str], max_turns: int) -> tuple[Group, Any, Any]:
-    """Return the sample of a row in which the policy says texts, the engine, and the tokenizer."""
+def played(
+    service: AgentServiceConfig, row: dict[str, Any], said: list[str], max_turns: int, samples: int = 1
+) -> tuple[Group, Any, Any]:
+    """Return the samples of a row in which the policy says texts, the engine, and the tokenizer."""
     tokenizer = tokenizer_of("thinking")
     engine: Any = Script([ended(tokenizer, one) for one in said])
     served = InferenceEngineConfig(enable_http_endpoint=True, served_model_name="m")
@@ -67,7 +72,7 @@ def played(service: AgentServiceConfig, row: dict[str, Any], said: list[str], ma
     async def generate() -> Group:
         async with serving(config, tokenizer, 0) as server:
             generator = GroupGenerator(engine, tokenizer, config, environment, server=server)
-            return await generator.generate(Work("g", "train", prompt, 1, seed=5))
+            return await generator.generate(Work("g", "train", prompt, samples, seed=5))
 
     return asyncio.run(generate()), engine, tokenizer
 
@@ -118,6 +123,53 @@ def test_who_lacks_the_token_is_refused(counter: AgentServiceConfig) -> None:
     """Else anybody on the node could have it send requests anywhere."""
     assert counter.url
     assert httpx.post(counter.url, json={}, headers={"authorization": "Bearer other"}, timeout=60).status_code == 401
+
+
+@pytest.mark.agents
+def test_samples_wait_where_files_are_few() -> None:
+    """Each has listeners and connections of its own; without a file left, none would go on."""
+    limited = ("-c", 'ulimit -n 96; exec "$0" "$@"', str(PYTHON), str(SERVICE))
+    configuration = f"{COUNTER}/configs/example_session_state_mgmt.yaml"
+    asked = {"responses_create_params": {"input": "add 1"}, "initial_count": 3, "expected_count": 3}
+    row = {"prompt": [{"role": "user", "content": "add 1"}], "env_class": "agent", "nemo_gym": asked}
+    with running(Path(limited[0]), "sh", *limited[1:], configuration) as url:
+        group, _, _ = played(AgentServiceConfig(url=url), row, ["It is 3."] * 24, 1, 24)
+    assert not group.failures, group.failures
+    assert len(group.raw_rewards) == 24
+
+
+class Over(BaseHTTPRequestHandler):
+    """An endpoint whose session is over."""
+
+    asked = 0
+
+    def do_POST(self) -> None:
+        Over.asked += 1
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(429)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
+@pytest.mark.agents
+def test_an_agent_ends_with_its_samples_request(counter: AgentServiceConfig) -> None:
+    """The package asks again and again where it finds no endpoint, or one that answers 429."""
+    assert counter.url
+    assert counter.token_file
+    asked = {"responses_create_params": {"input": "add 1"}, "initial_count": 3, "expected_count": 3}
+    key = {"authorization": f"Bearer {Path(counter.token_file).read_text()}"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Over) as endpoint:
+        Thread(target=endpoint.serve_forever, daemon=True).start()
+        policy = {"base_url": f"http://127.0.0.1:{endpoint.server_port}/v1", "api_key": "k", "model": "m"}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(counter.url, json={**policy, "row": {"nemo_gym": asked}}, headers=key, timeout=10)
+        assert Over.asked > 0, "the agent did not ask"
+        deadline, before = time.monotonic() + 120, -1
+        while Over.asked != before:
+            assert time.monotonic() < deadline, "the agent goes on"
+            before = Over.asked
+            time.sleep(6)
+        endpoint.shutdown()
 
 
 @pytest.mark.agents

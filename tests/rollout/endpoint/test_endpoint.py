@@ -29,6 +29,7 @@ from hpcrl.runtime.http_server import MAX_BODY
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine, runner
 from tests.rollout.material import QUICKSTART, logprobs
+from tests.rollout.test_transcript import Script
 from tests.rows import write_group
 
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)
@@ -231,6 +232,21 @@ def test_events_and_completions_say_the_same(with_embedded: WithEngine[Any]) -> 
     assert not group.failures
     assert [len(chosen(row)) for row in group.rows[0]] == [2, 2, 1]
     assert group.rows[0][2].token_ids[:3].tolist() == TOKENIZER("cab")["input_ids"]
+
+
+def test_token_ids_go_on_from_the_answer_with_most_of_them() -> None:
+    """Not from one whose prompt was longer and whose response was shorter."""
+    a, b, c = TOKENIZER("abc")["input_ids"]
+    engine: Any = Script([([c, a, b], "length"), ([a], "length"), ([b], "length")])
+
+    def play(_: Messages, client: Client) -> Turn:
+        for prompt in ([a, b], [a, b, c], [a, b, c, a, b, c]):
+            client.post("completions", prompt=prompt)
+        return Turn([], 1.0, True)
+
+    group = played(lambda generate: asyncio.run(generate(engine)), play)
+    assert not group.failures
+    assert sorted(map(chosen, group.rows[0]), key=len) == [[[a]], [[c, a, b], [b]]]
 
 
 def test_who_may_ask_and_how_much(with_embedded: WithEngine[Any]) -> None:
