@@ -1,5 +1,5 @@
-"""Stands in for the agents of an attempt, as the step of a batch script: lives until the run's other job has started and yielded, and notes where
-two attempts of a run are alive at a time.
+"""Stands in for the agents of an attempt, as the step of a batch script: lives until the run's other job has started and yielded, or for a while,
+and notes where two attempts of a run are alive at a time.
 """
 
 import socket
@@ -12,7 +12,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 
 YIELDED = "goes back into the queue"
-PATIENCE_S = 120.0
+PATIENCE_S = 20.0
 
 run = Run(Path(sys.argv[1]))
 attempt, alive = open_attempt(run, start_name(), [socket.gethostname()]), run.path / "alive"

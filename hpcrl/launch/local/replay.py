@@ -187,9 +187,9 @@ def ranks_here(trainer: TrainerConfig, asked: int | None, role: Literal["policy"
     Raises:
         ConfigError: so many cannot share the model as the settings say.
     """
-    sizes = getattr(trainer, role).megatron_config
     together = trainer.model_parallel_size if role == "policy" else trainer.ref_model_parallel_size
     if trainer.strategy == "megatron":
+        sizes = trainer.megatron_layout(role)
         experts = sizes.expert_model_parallel_size * sizes.experts_tensor_size * sizes.pipeline_model_parallel_size
         together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
     else:

@@ -49,6 +49,14 @@ def test_ranks_of_a_replay_share_the_model_as_those_of_the_run_did() -> None:
         ranks_here(trainer(**four, policy=policy), 2)
 
 
+def test_ranks_of_a_reference_on_megatron_share_it_as_the_policy_where_it_has_no_sizes_of_its_own() -> None:
+    four = {"placement": {"policy_num_gpus_per_node": 4}, "strategy": "megatron"}
+    assert ranks_here(trainer(**four, sizes={"tensor_model_parallel_size": 2}), 2, "ref") == 2
+    experts = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    with pytest.raises(ConfigError, match=r"trainer\.ref\.megatron_config 4 ranks share .* found 2"):
+        ranks_here(trainer(**four, sizes=experts), 2, "ref")
+
+
 def trainer(sizes: dict[str, Any] | None = None, **settings: Any) -> TrainerConfig:
     model = {"model": {"path": "/m"}, "megatron_config": sizes or {}}
     algorithm = {"use_kl_loss": False}
