@@ -61,4 +61,4 @@ def test_two_requests_that_start_together_are_one_attempt(cluster: DevCluster, t
             (attempt,) = read_attempts(run)
             assert attempt.job_id in jobs
             together += "goes back into the queue" in output
-    assert together > 3 * rounds, "most of them start together"
+    assert together >= 3 * rounds, "most of them start together"
