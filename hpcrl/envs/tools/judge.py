@@ -16,7 +16,8 @@ from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import ConfigError
 from hpcrl.text import said_in
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 _OPENAI = "https://api.openai.com/v1"
 TIMEOUT_S, PATIENCE_S = 120.0, 120.0
