@@ -110,26 +110,37 @@ class TeacherInputs:
         best = sorted(range(len(rows)), key=lambda at: (failed[at], -rewards[at]))
         answered = [at for at in best if not failed[at] and samples[at].answer]
         right = [at for at in answered if rewards[at] >= self.hints.success_reward]
-        hinted = list[list[Row]]()
+        hinted, known = list[list[Row]](), dict[str, np.ndarray | None]()
         for at, own in enumerate(rows):
             other = next((one for one in right if one != at), None)
-            prompt = None if other is None or failed[at] else self._prompt(samples[at], samples[other].answer, template)
+            prompt = None
+            if other is not None and not failed[at]:
+                prompt = self._prompt(samples[at], samples[other].answer, template, known)
             if prompt is not None:
                 wrong = sorted(set(answered) - {*right, at}, key=lambda one: (one - at) % len(rows))
-                prompts = (self._prompt(samples[at], samples[one].answer, template) for one in wrong)
+                prompts = (self._prompt(samples[at], samples[one].answer, template, known) for one in wrong)
                 written = islice((ids for ids in prompts if ids is not None), self.hints.wrong_hints)
                 hint = Hint(prompt, samples[at].prompt_tokens, tuple(written))
                 own = [replace(row, hint=hint) for row in own]
             hinted.append(own)
         return hinted
 
-    def _prompt(self, sample: SampleMessages, answer: str, template: ChatTurns) -> np.ndarray | None:
-        """Return a sample's prompt with this answer as its hint, [H] int64; None where it has no message of the user, or no text for it."""
+    def _prompt(
+        self, sample: SampleMessages, answer: str, template: ChatTurns, known: dict[str, np.ndarray | None]
+    ) -> np.ndarray | None:
+        """Return a sample's prompt with this answer as its hint, [H] int64; None where it has no message of the user, or no text for it.
+
+        Args:
+            known: prompts of the group by their messages: in one turn all samples that are shown an answer have the same.
+        """
         messages = self._hinted(sample, answer)
-        if messages is not None:
+        if messages is None:
+            return None
+        if (key := repr(messages)) not in known:
+            known[key] = None
             with suppress(DataError):  # special tokens, which no text has
-                return np.array(template.opening(messages, sample.tools).token_ids, np.int64)
-        return None
+                known[key] = np.array(template.opening(messages, sample.tools).token_ids, np.int64)
+        return known[key]
 
     def _hinted(self, sample: SampleMessages, answer: str) -> Messages | None:
         """Return the messages of a prompt with the hint in its last message of the user; None where it has none."""

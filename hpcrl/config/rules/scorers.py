@@ -154,6 +154,11 @@ def _wrong_hints(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.use_rewards",
             f"expected true with {path}.wrong_hints: a contrast of hints only modulates the advantages that rewards give",
         )
+    if config.trainer.algorithm.policy_loss_type == "cross_entropy":
+        yield Problem(
+            "trainer.algorithm.policy_loss_type",
+            f'expected another than "cross_entropy" with {path}.wrong_hints: it has no advantages that a contrast could modulate',
+        )
     if contrast.threshold >= contrast.scale:
         yield Problem(
             f"{path}.contrast.threshold",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from hpcrl.config.conditions import RL, SFT
@@ -230,6 +230,20 @@ class DistillationConfig:
     def self_teacher_model(self) -> str | None:
         """Which policy teaches itself by hints, as of self_teacher.model; None: none does."""
         return self.self_teacher.model if self.enable else None
+
+    @property
+    def batch_settings(self) -> dict[str, Any]:
+        """Settings that advantages and scores of a half-trained batch depend on, by names below `trainer.distillation`."""
+        own = self.self_teacher
+        found = {
+            "self_teacher.model": own.model,
+            "self_teacher.wrong_hints": own.wrong_hints,
+            "self_teacher.contrast": asdict(own.contrast),
+        }
+        names = ("enable", "use_rewards", "include_prompt", "top_k", "loss_weight", "jsd_beta")
+        for name in (*names, "kl_penalty_coef", "kl_discount_factor", "iw_opd_gamma"):
+            found[name] = getattr(self, name)
+        return found
 
     @property
     def rewards_count(self) -> bool:

@@ -526,8 +526,8 @@ class TrainerConfig:
         found = {name: getattr(self, name) for name in names}
         for part in ("algorithm", "sft", "dpo"):
             found |= {f"{part}.{name}": value for name, value in asdict(getattr(self, part)).items()}
-        found["critic.model.path"] = self.critic.model.path
-        return json.loads(json.dumps(found))
+        found |= {f"distillation.{name}": value for name, value in self.distillation.batch_settings.items()}
+        return json.loads(json.dumps(found | {"critic.model.path": self.critic.model.path}))
 
     @property
     def surplus_groups(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,10 +16,13 @@ from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import ConfigError
 from hpcrl.text import said_in
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _OPENAI = "https://api.openai.com/v1"
 TIMEOUT_S, PATIENCE_S = 120.0, 120.0
+_AT_ONCE = 8
+_MOST_POINTS = 1e6  # of a criterion, so that sums of weights stay finite
 
 
 class JudgeModel:
@@ -73,6 +77,12 @@ class JudgeModel:
         return ToolService(name, url, TIMEOUT_S, PATIENCE_S, key)
 
 
+def at_once(ask: Callable[[S], T], each: Iterable[S]) -> list[T]:
+    """Return what the judge answers about each of several things, of which at most 8 are asked at once; errors are those of `ask`."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(ask, each))
+
+
 @dataclass(frozen=True)
 class Criterion:
     """What an answer is graded by: a text, and the points of an answer that it fits; below 0 they are taken away."""
@@ -81,8 +91,8 @@ class Criterion:
     weight: float = 1.0
 
 
-def rubric_of(user: str, extras: Mapping[str, Any], custom: Mapping[str, Any]) -> list[Criterion]:
-    """Return the criteria of the rubric of a row, or else of environment.custom; none: neither has one. A text is one of weight 1.
+def rubric_of(user: str, extras: Mapping[str, Any], custom: Mapping[str, Any]) -> str | list[Criterion]:
+    """Return the rubric of a row, or else of environment.custom, a text or criteria; an empty text: neither has one.
 
     Args:
         user: as of `JudgeModel`.
@@ -90,14 +100,13 @@ def rubric_of(user: str, extras: Mapping[str, Any], custom: Mapping[str, Any]) -
     Raises:
         DataError: the rubric is neither a text nor a list of criteria of which one has a positive weight.
     """
-    rubric = extras.get("rubric") or custom.get("rubric")
-    if not rubric:
-        return []
-    listed = [{"criterion": rubric}] if isinstance(rubric, str) else rubric
-    found = [_criterion(each) for each in listed] if isinstance(listed, list) else []
+    rubric = extras.get("rubric") or custom.get("rubric") or ""
+    if isinstance(rubric, str):
+        return rubric
+    found = [_criterion(each) for each in rubric] if isinstance(rubric, list) else []
     criteria = [each for each in found if each]
     if len(criteria) < len(found) or not any(each.weight > 0 for each in criteria):
-        expected = 'a text, a list of {"criterion": text, "weight": number} with a weight above 0, or none'
+        expected = f'a text, a list of {{"criterion": text, "weight": number}} with a weight above 0, at most {_MOST_POINTS:g}, or none'
         raise lacking(user, "rubric", expected, rubric)
     return criteria
 
@@ -107,7 +116,7 @@ def _criterion(given: Any) -> Criterion | None:
         return None
     text, weight = given.get("criterion"), given.get("weight")
     weight = 1.0 if weight is None else weight
-    fits = isinstance(text, str) and isinstance(weight, int | float) and math.isfinite(weight)
+    fits = isinstance(text, str) and isinstance(weight, int | float) and abs(weight) <= _MOST_POINTS
     return Criterion(text, float(weight)) if fits and text else None
 
 

@@ -229,6 +229,12 @@ OF_SCORERS = [
         CONTRAST,
     ),
     Case(
+        "a contrast of hints needs advantages",
+        {**CONTRAST, f"{ALGORITHM}.policy_loss_type": "cross_entropy"},
+        f"{ALGORITHM}.policy_loss_type", "it has no advantages that a contrast could modulate",
+        {**CONTRAST, f"{ALGORITHM}.policy_loss_type": "gpg"},
+    ),
+    Case(
         "a threshold is not above all that is added",
         {**CONTRAST, f"{SELF}.contrast.threshold": 0.5},
         f"{SELF}.contrast.threshold", "expected below trainer.distillation.self_teacher.contrast.scale = 0.5",

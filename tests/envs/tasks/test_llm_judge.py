@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -159,17 +160,29 @@ CRITERIA = [
     ("grades", "reward"), [((1, 0.5, 1), 0.75), ((1, 0, 0.5), 0.875), ((0, 1, 0), 0.0), ((1, 0, 1), 1.0)]
 )
 def test_each_criterion_of_a_rubric_is_graded_and_weighted(grades: tuple[float, ...], reward: float) -> None:
-    """The points by the 4 that are possible, never below 0."""
-    answers = iter(grades)
-    with serving(lambda _: (200, chat(f"Final grade: {next(answers)}"))) as server:
+    """The points by the 4 that are possible, never below 0. They are asked at the same time: each waits for the others."""
+    together = threading.Barrier(3, timeout=120)
+
+    def answer(request: Asked) -> tuple[int, Any]:
+        together.wait()
+        text = request.json["messages"][0]["content"]
+        (own,) = (at for at, each in enumerate(CRITERIA) if each["criterion"] in text)
+        assert "from 0 (does not fit) to 1 (fits)" in text, "a fault that is there is no 0 because it is wrong"
+        return 200, chat(f"Final grade: {grades[own]}")
+
+    with serving(answer) as server:
         assert judge(server.url, rubric=CRITERIA).step("4").reward == pytest.approx(reward)
-    texts = [request.json["messages"][0]["content"] for request in server.asked]
-    assert [each["criterion"] in text for each, text in zip(CRITERIA, texts, strict=True)] == [True] * 3
-    assert "It is rude." not in texts[0]
+    assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize(
-    "rubric", [[3], [{"weight": 1}], [{"criterion": "x", "weight": "2"}], [{"criterion": "x", "weight": -1}], {"x": 1}]
+    "rubric",
+    [
+        [3],
+        [{"weight": 1}],
+        {"x": 1},
+        *([{"criterion": "x", "weight": weight}] for weight in ("2", -1, 10**400, float("nan"))),
+    ],
 )
 def test_a_rubric_that_gives_no_points_is_refused(rubric: Any) -> None:
     with pytest.raises(DataError, match="with a weight above 0"):

@@ -128,6 +128,9 @@ def test_a_step_that_was_interrupted_is_not_given_up_silently(tmp_path: Path, bi
         "hpcrl checkpoint rm mine s000007u3 s000007u1 --force",
     ):
         assert words in str(caught.value)
+    teacher = ["enable=true", "self_teacher.model=policy", "top_k=4"]
+    with pytest.raises(ConfigError, match=r"trainer\.distillation\.enable false, .*trainer\.distillation\.top_k 0"):
+        resume(run, [f"trainer.distillation.{name}" for name in teacher])
     assert contents(run) == before
     resume(run, ["trainer.ckpt_interval=3"])
     for path in (run.checkpoint(7, 1), run.checkpoint(7, 3)):

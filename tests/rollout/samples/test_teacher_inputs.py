@@ -70,6 +70,16 @@ def test_wrong_hints_are_the_next_unsuccessful_answers() -> None:
     assert shown([0.0, 0.0, 0.5, 0.9, 0.0], answers, wrong_hints=4) == [None] * 5, "no answer is right"
 
 
+def test_a_prompt_with_a_hint_is_made_once_for_all_that_are_shown_it() -> None:
+    """Rewriting each for each sample would hold up the worker, whose other groups generate meanwhile."""
+    teacher = TeacherInputs(hints=replace(HINTS, wrong_hints=3))
+    answers = [told(answer) for answer in ("a", "b", "c", "d", "e")]
+    rows = teacher.with_hints([[row()] for _ in answers], [1.0, 0.0, 0.0, 0.0, 0.0], answers, TEMPLATE)
+    hints = [hint for own in rows if (hint := own[0].hint) is not None]
+    assert len(hints) == 4
+    assert len({id(ids) for hint in hints for ids in (hint.token_ids, *hint.wrong)}) == 5, "one right, four wrong"
+
+
 def test_a_hint_takes_the_place_of_the_prompt() -> None:
     rows = TeacherInputs(hints=HINTS).with_hints(
         [[row()], [row()]], [1.0, 0.0], [told("abc"), told("c", "aa", "bb")], TEMPLATE
