@@ -96,13 +96,19 @@ def refusal(run: Run, changed: Sequence[str]) -> DataError:
 def _of_run(run: Run, progress: Callable[[], object]) -> Iterator[Path]:
     if run.config.is_file():
         yield run.config
-    for folder, folders, names in os.walk(run.code):  # the listing has the types: a stat for each file takes a minute on a slow filesystem
+    # the listing has the types: a stat for each file takes a minute on a slow filesystem
+    for folder, folders, names in os.walk(run.code, onerror=_refuse):
         folders[:] = [name for name in folders if name != "__pycache__"]
         for name in names:
             progress()
             # neither what an editor nor what a network filesystem leaves
             if name[0] not in ".#" and name[-1] != "~":
                 yield Path(folder, name)
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # files that are missing are found by their names
+        raise error
 
 
 def _checksums(folder: Path, files: Iterable[Path], progress: Callable[[], object] = lambda: None) -> dict[str, str]:

@@ -28,6 +28,7 @@ from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rollout.weights.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after
+from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import find_attempt, open_attempt, outcome_of, read_attempts, report_outcome
 from hpcrl.runtime.process_status import StatusWriter, read_process_status
@@ -344,3 +345,15 @@ def test_weights_that_are_published_while_another_node_looks(nodes: tuple[Run, R
         save_tensors({"a": torch.ones(10)}, directory / "model-00001.safetensors")
         commit.finish(writer.weights_of(1), 1, version=1, tensors={"a": "0"})
         assert fetched.result(5).version == 1
+
+
+def test_code_whose_folder_cannot_be_listed_is_not_taken_for_changed(below: Path) -> None:
+    run = Run(below / "run")
+    (run.code / "jobs").mkdir(parents=True)
+    (run.code / "jobs" / "train.py").write_text("print()")
+    run.config.write_text("")
+    note_checksums(run, {})
+    assert changed_files(run) == []
+    place = below.with_name("reader")
+    with view(below, place, Behaviour(errors={"OPENDIR": ("EIO", 1.0)})), pytest.raises(OSError, match="Input/output"):
+        changed_files(Run(place / "run"))
