@@ -31,7 +31,7 @@ from hpcrl.envs.sandbox import namespaces, seccomp
 from hpcrl.envs.sandbox.supervisor import end_children
 from hpcrl.errors import DataError
 from hpcrl.sandboxes.fuse_layer import DOES_NOT_START, serve_layers
-from hpcrl.sandboxes.trees import TreeBounds, Whiteouts, read_tree, write_tree
+from hpcrl.sandboxes.trees import MOST_DEEP, TreeBounds, Whiteouts, read_tree, write_tree
 
 LONGEST_MESSAGE = 128 << 10
 LOOK_S = 0.5
@@ -155,6 +155,32 @@ def _prepare(settings: Message, descriptors: Sequence[int]) -> int:
         with os.fdopen(descriptor, "rb") as snapshot:
             _unpack(snapshot, upper, TreeBounds(settings["disk"], settings["files"]), _whiteouts(settings))
     return upper
+
+
+def _sync_files(upper: int, merged: int, depth: int) -> None:
+    """Sync each file of a directory of the upper layer by its name in the sandbox: syncfs returns before FUSE has written mapped memory."""
+    flags, device = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, os.fstat(merged).st_dev
+    with os.scandir(upper) as listing:
+        entries = list(listing)
+    for entry in entries:
+        is_file = entry.is_file(follow_symlinks=False)
+        if not is_file and (depth == MOST_DEEP or not entry.is_dir(follow_symlinks=False)):
+            continue
+        with suppress(FileNotFoundError, NotADirectoryError):  # whiteouts, and what they hide
+            shown = os.open(entry.name, flags, dir_fd=merged)
+            try:
+                if os.fstat(shown).st_dev != device:
+                    continue
+                if is_file:
+                    os.fsync(shown)
+                    continue
+                below = os.open(entry.name, flags | os.O_DIRECTORY, dir_fd=upper)
+                try:
+                    _sync_files(below, shown, depth + 1)
+                finally:
+                    os.close(below)
+            finally:
+                os.close(shown)
 
 
 def _whiteouts(settings: Message) -> Whiteouts:
@@ -291,7 +317,10 @@ class _First:
             elif message["do"] == "snapshot":
                 with os.fdopen(streams[0], "wb") as out:
                     bounds = TreeBounds(self._settings["disk"], self._settings["files"])
-                    _libc.syncfs(os.open("/", os.O_RDONLY))  # what is written to mapped memory
+                    merged = os.open("/", os.O_RDONLY)
+                    _libc.syncfs(merged)  # what is written to mapped memory
+                    if self._settings["fuse_overlayfs"]:
+                        _sync_files(self._upper, merged, 0)
                     write_tree(self._upper, out, bounds, upper=_whiteouts(self._settings), only=message["only"])
                 answer = {}
             else:

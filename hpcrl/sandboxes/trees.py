@@ -20,7 +20,7 @@ from hpcrl.errors import DataError
 _HIDES, _HIDES_ALL = ".wh.", ".wh..wh..opq"
 _OPAQUE = "user.overlay.opaque"
 _OPAQUE_HEADER = f"SCHILY.xattr.{_OPAQUE}"
-_MOST_LINKS, _MOST_DEEP = 40, 256
+_MOST_LINKS, MOST_DEEP = 40, 256
 _LARGEST_READ, _PIECE = 16 << 20, 1 << 20
 _HEADERS, _PAGE = 4 << 10, 4 << 10
 _IN_PLACE = 128  # from this length on, the target of a link has a page of its own in memory
@@ -108,8 +108,8 @@ class _Writer:
             whole: all that is in it, whatever is chosen.
             alone: nothing that the lower directory has in it is seen; a chosen directory keeps that.
         """
-        if depth > _MOST_DEEP:
-            raise DataError(f"directories are nested more than {_MOST_DEEP} deep")
+        if depth > MOST_DEEP:
+            raise DataError(f"directories are nested more than {MOST_DEEP} deep")
         for shown, name in sorted(self._names(folder).items()):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             info = tarfile.TarInfo(prefix + shown)
@@ -410,7 +410,7 @@ class _Reader:
             mode = stat.S_IFDIR
         if stat.S_ISLNK(mode) and not self._upper:
             return os.readlink(part, dir_fd=opened[-1])
-        if not stat.S_ISDIR(mode) or len(opened) > _MOST_DEEP:
+        if not stat.S_ISDIR(mode) or len(opened) > MOST_DEEP:
             raise DataError(f"the archive has a file below {name!r:.200}, which is no directory, or nested too deeply")
         opened.append(os.open(part, _DIRECTORY, dir_fd=opened[-1]))
         return None
@@ -444,7 +444,7 @@ def _forget_members(tar: tarfile.TarFile) -> None:
 def _parts(name: str) -> list[str]:
     """Return the parts of a name in an archive. Raises DataError where it leads out of it."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
-    if name.startswith("/") or ".." in parts or len(parts) > _MOST_DEEP or "\0" in name:
+    if name.startswith("/") or ".." in parts or len(parts) > MOST_DEEP or "\0" in name:
         raise DataError(f"the archive has the name {name!r:.200}, which leads out of it or is too long")
     return parts
 
