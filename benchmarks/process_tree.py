@@ -45,9 +45,8 @@ def measured(command: Sequence[str], log: Path, environment: Mapping[str, str] |
         root = psutil.Process(process.pid)
         while process.poll() is None:
             living = [root, *root.children(recursive=True)]
-            seen |= {
-                one.pid: taken for one in living if (taken := _cpu_and_peak(one))
-            }  # before exec it was another program
+            # the last reading counts: before exec it was another program
+            seen |= {one.pid: taken for one in living if (taken := _cpu_and_peak(one))}
             if time.monotonic() > looked + _TOGETHER_S:
                 together, looked = max(together, sum(map(_own_mib, living))), time.monotonic()
             time.sleep(_POLL_S)

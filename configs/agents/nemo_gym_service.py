@@ -55,10 +55,8 @@ from omegaconf import DictConfig, OmegaConf
 from responses_api_models.openai_model.app import SimpleModelServer
 
 AGENTS, MODELS, RESOURCES = "responses_api_agents", "responses_api_models", "resources_servers"
-OVER = (
-    "context_length_exceeded",
-    "max_turns",
-)  # codes of the endpoint: the conversation is at its end, and can be verified
+# codes of the endpoint: the conversation is at its end, and can be verified
+OVER = "context_length_exceeded", "max_turns"
 MOST_METRICS = 64
 MOST_FILES = 1 << 16
 FILES = 32  # of a sample: listeners, and both ends of connections within this process
@@ -217,9 +215,8 @@ def server_class(config: DictConfig, name: str) -> type[SimpleServer]:
     ((kind, folders),) = config[name].items()
     ((folder, own),) = folders.items()
     places = (Path(place) / kind / folder for place in sys.path)
-    sys.path += [
-        str(place) for place in places if (place / own["entrypoint"]).exists()
-    ]  # as NeMo-Gym's PYTHONPATH has it
+    # as NeMo-Gym's PYTHONPATH has it
+    sys.path += [str(place) for place in places if (place / own["entrypoint"]).exists()]
     module = import_module(f"{kind}.{folder}.{own['entrypoint'].removesuffix('.py')}")
     found = [
         one

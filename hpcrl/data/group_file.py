@@ -43,10 +43,8 @@ _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
 _OWN = "tensors"  # in a row's details: name -> [digest, which it has in the file, type, shape] of Row.tensors
-_HINT_IDS, _HINT = (
-    "hint_token_ids",
-    "hint",
-)  # of Hint; in a row's details sizes: its own, of what it replaces, of each wrong one
+# of Hint; in a row's details sizes: its own, of what it replaces, of each wrong one
+_HINT_IDS, _HINT = "hint_token_ids", "hint"
 _META, _CHECKSUM, _CONVERSATION, _TRUTH = "hpcrl_group", "blake2b", "conversation", "ground_truth"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 

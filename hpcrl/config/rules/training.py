@@ -17,9 +17,8 @@ from hpcrl.config.token_limits import micro_batch_tokens
 from hpcrl.errors import did_you_mean
 
 _BF16 = 1 / 256  # spacing of its numbers
-_LEAST_SHARE = (
-    0.1  # of the average of schedule-free AdamW, below which rounding of the weights is ten times as large in it
-)
+# of the average of schedule-free AdamW, below which rounding of the weights is ten times as large in it
+_LEAST_SHARE = 0.1
 _UNITS = {
     "transformer_layer_cls_to_wrap": (list, "a list of class names"),
     "min_num_params": (int, "a number of parameters"),
