@@ -14,7 +14,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, PngImagePlugin
 
 from hpcrl.config import GeneratorConfig, InferenceEngineConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
@@ -25,7 +25,7 @@ from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import family_of, placeholders
-from hpcrl.data.vision.images import image_text, opened, size_of
+from hpcrl.data.vision.images import image_text, opened, png, size_of
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, Preparation, named_tensors, row_images
 from hpcrl.engines.vllm.images import _items
@@ -144,6 +144,47 @@ def test_an_image_is_seen_whatever_its_exif_has(tag: int, kind: int) -> None:
     text = image_text(file[: at + 2] + struct.pack(f"{order}H", kind) + file[at + 4 :])
     turned = opened(text).tobytes() == opened(image_text(photograph(3))).tobytes()
     assert (size_of(text), turned) == ((10, 40), tag != 274)
+
+
+XMP = '<rdf:Description tiff:Orientation="6"/>'
+
+
+def turning(kind: bytes) -> bytes:
+    """Return a chunk of a PNG that turns it a quarter."""
+    exif = Image.Exif()
+    exif[274] = 6
+    data = {
+        b"eXIf": exif.tobytes().removeprefix(b"Exif\0\0"),
+        b"tEXt": b"Raw profile type exif\0\nexif\n9\n" + exif.tobytes().hex().encode(),
+        b"iTXt": b"XML:com.adobe.xmp\0\0\0\0\0" + XMP.encode(),
+    }[kind]
+    PngImagePlugin.putchunk(file := io.BytesIO(), kind, data)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("kind", [b"eXIf", b"tEXt", b"iTXt"])
+@pytest.mark.parametrize("before", [b"IDAT", b"fcTL", b"IEND", b"none"])
+def test_a_png_has_the_size_that_is_seen(before: bytes, kind: bytes, frames: int) -> None:
+    """Wherever its EXIF is: before its pixels, behind them, behind those of its first frame alone, or nowhere."""
+    file = png([Image.new("RGB", (40, 10), colour) for colour in ("red", "blue")[:frames]])
+    at = file.rfind(before) - 4
+    text = image_text(file[:at] + turning(kind) + file[at:] if at > 0 else file)
+    seen = opened(text)
+    assert size_of(text) == (seen.height, seen.width)
+    assert (seen.size == (10, 40)) == (
+        before == b"IDAT" or (before == b"IEND" and frames == 1) or (before == b"fcTL" and frames == 2)
+    )
+
+
+def test_the_size_of_a_png_is_found_without_its_pixels() -> None:
+    """Those of this one cannot be decoded."""
+    file = png([Image.new("RGB", (40, 10))])
+    at = file.find(b"IDAT") + 4
+    text = image_text(file[:at] + b"?" * 8 + file[at + 8 :])
+    assert size_of(text) == (10, 40)
+    with pytest.raises(DataError, match="image data:image/png"):
+        opened(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Exif, Image
 
 _STATE = "state:"
 _DATA_URL = re.compile(r"data:(?:image|video)/[\w.+-]+;base64,")
@@ -33,6 +33,15 @@ _TURNS = {
     8: "ROTATE_90",
 }  # by EXIF's orientation. Pillow's exif_transpose also writes the EXIF again, and fails where that of a file is odd
 _SIDEWAYS = (5, 6, 7, 8)
+_PNG_STARTS = b"\x89PNG\r\n\x1a\n"
+_PNG_CHUNK = re.compile(rb".{4}\w{4}", re.DOTALL)
+_PNG_DESCRIBES = (
+    b"IHDR",
+    b"eXIf",
+    b"tEXt",
+    b"zTXt",
+    b"iTXt",
+)  # behind the header each may have EXIF, or XMP with an orientation
 SHOWN = 60
 """Characters of an image's text that an error tells."""
 
@@ -157,7 +166,7 @@ class Frames:
                     found.seek(at)
                 except EOFError:  # to count them first would read the whole file
                     return
-                turn = _TURNS.get(_orientation(found))
+                turn = _TURNS.get(_orientation(found.getexif()))
                 upright = found.transpose(Image.Transpose[turn]) if turn else found
                 yield upright.convert("RGB")
 
@@ -171,18 +180,45 @@ def check_pixels(image: str, most: int) -> None:
 
 
 def size_of(image: str) -> tuple[int, int]:
-    """Return height and width of an image, of which only the header is read; errors as of `opened`."""
+    """Return height and width of an image, of which no pixel is decoded; errors as of `opened`."""
     with _reading(image) as found:
         width, height = found.size
-        turned = _orientation(found) in _SIDEWAYS
-    return (width, height) if turned else (height, width)
+        orientation = _orientation(_exif_of_png(found) if found.format == "PNG" else found.getexif())
+    return (width, height) if orientation in _SIDEWAYS else (height, width)
 
 
-def _orientation(image: Image) -> Any:
-    """Return the orientation in an image's EXIF, of whatever type its writer gave it; 1 where there is none."""
+def _orientation(exif: Exif) -> Any:
+    """Return the orientation in EXIF, of whatever type its writer gave it; 1 where there is none."""
     from PIL import ExifTags
 
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
+    return exif.get(ExifTags.Base.Orientation, 1)
+
+
+def _exif_of_png(image: Any) -> Exif:
+    """Return the EXIF of a PNG, which its `getexif` finds behind the pixels by decoding them."""
+    from PIL import Image, PngImagePlugin
+
+    file = io.BytesIO()
+    file.write(_PNG_STARTS)
+    for kind, data in [*_described(image.fp, image.is_animated), (b"IDAT", b"")]:
+        PngImagePlugin.putchunk(file, kind, data)
+    with Image.open(file, formats=["PNG"]) as found:
+        return Image.Image.getexif(found)
+
+
+def _described(file: IO[bytes], animated: bool) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the chunks of a PNG that may have EXIF, and its header, as far as Pillow reads with the first frame."""
+    file.seek(len(_PNG_STARTS))
+    seen = False  # the first pixels
+    while _PNG_CHUNK.match(start := file.read(8)):
+        size, kind = int.from_bytes(start[:4], "big"), start[4:]
+        if kind == b"IEND" or (kind == b"fcTL" and seen and animated):
+            return
+        seen |= kind in (b"IDAT", b"fdAT")
+        if kind in _PNG_DESCRIBES:
+            yield kind, file.read(size)
+            size = 0
+        file.seek(size + 4, io.SEEK_CUR)
 
 
 def file_of(image: str) -> bytes:
