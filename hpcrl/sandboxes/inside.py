@@ -31,7 +31,7 @@ from hpcrl.envs.sandbox import namespaces, seccomp
 from hpcrl.envs.sandbox.supervisor import end_children
 from hpcrl.errors import DataError
 from hpcrl.sandboxes.fuse_layer import DOES_NOT_START, serve_layers
-from hpcrl.sandboxes.trees import MOST_DEEP, TreeBounds, Whiteouts, read_tree, write_tree
+from hpcrl.sandboxes.trees import MOST_DEEP, ChosenPaths, TreeBounds, Whiteouts, read_tree, write_tree
 
 LONGEST_MESSAGE = 128 << 10
 LOOK_S = 0.5
@@ -157,14 +157,16 @@ def _prepare(settings: Message, descriptors: Sequence[int]) -> int:
     return upper
 
 
-def _sync_files(upper: int, merged: int, depth: int) -> None:
+def _sync_files(upper: int, merged: int, only: ChosenPaths, prefix: str = "") -> None:
     """Sync each file of a directory of the upper layer by its name in the sandbox: syncfs returns before FUSE has written mapped memory."""
     flags, device = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, os.fstat(merged).st_dev
     with os.scandir(upper) as listing:
         entries = list(listing)
     for entry in entries:
-        is_file = entry.is_file(follow_symlinks=False)
-        if not is_file and (depth == MOST_DEEP or not entry.is_dir(follow_symlinks=False)):
+        is_file, path = entry.is_file(follow_symlinks=False), prefix + entry.name
+        if not is_file and (path.count("/") == MOST_DEEP or not entry.is_dir(follow_symlinks=False)):
+            continue
+        if not only.has(path) and (is_file or not only.leads(path)):
             continue
         with suppress(FileNotFoundError, NotADirectoryError):  # whiteouts, and what they hide
             shown = os.open(entry.name, flags, dir_fd=merged)
@@ -176,7 +178,7 @@ def _sync_files(upper: int, merged: int, depth: int) -> None:
                     continue
                 below = os.open(entry.name, flags | os.O_DIRECTORY, dir_fd=upper)
                 try:
-                    _sync_files(below, shown, depth + 1)
+                    _sync_files(below, shown, only, f"{path}/")
                 finally:
                     os.close(below)
             finally:
@@ -318,9 +320,11 @@ class _First:
                 with os.fdopen(streams[0], "wb") as out:
                     bounds = TreeBounds(self._settings["disk"], self._settings["files"])
                     merged = os.open("/", os.O_RDONLY)
-                    _libc.syncfs(merged)  # what is written to mapped memory
+                    # what is written to mapped memory
                     if self._settings["fuse_overlayfs"]:
-                        _sync_files(self._upper, merged, 0)
+                        _sync_files(self._upper, merged, ChosenPaths(message["only"]))
+                    else:
+                        _libc.syncfs(merged)
                     write_tree(self._upper, out, bounds, upper=_whiteouts(self._settings), only=message["only"])
                 answer = {}
             else:

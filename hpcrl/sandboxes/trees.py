@@ -72,8 +72,31 @@ def write_tree(
         encoding="utf-8",
         errors="surrogateescape",
     ) as tar:
-        chosen = [tuple(_parts(path.lstrip("/"))) for path in only]
-        _Writer(tar, os.fstat(root).st_dev, bounds, upper, chosen).write(root, "", 0)
+        _Writer(tar, os.fstat(root).st_dev, bounds, upper, ChosenPaths(only)).write(root, "", 0)
+
+
+class ChosenPaths:
+    """Which paths of a tree are asked for, with all below them.
+
+    Args:
+        only: absolute paths; empty: all.
+
+    Raises:
+        DataError: one of them leads out of the tree.
+    """
+
+    def __init__(self, only: Sequence[str]) -> None:
+        self._only = [tuple(_parts(path.lstrip("/"))) for path in only]
+
+    def has(self, path: str) -> bool:
+        """Return whether a path, without its first slash, is asked for."""
+        parts = tuple(path.split("/"))
+        return not self._only or any(parts[: len(one)] == one for one in self._only)
+
+    def leads(self, path: str) -> bool:
+        """Return whether something below a directory is asked for, and not all of it."""
+        parts = tuple(path.split("/"))
+        return any(one[: len(parts)] == parts for one in self._only)
 
 
 class _Bounded:
@@ -96,7 +119,7 @@ class _Writer:
         device: int,
         bounds: TreeBounds,
         upper: Whiteouts | None,
-        only: Sequence[tuple[str, ...]],
+        only: ChosenPaths,
     ) -> None:
         self._tar, self._device, self._bounds, self._upper, self._only = tar, device, bounds, upper, only
         self._first, self._size, self._entries = dict[tuple[int, int], str](), 0, 0
@@ -114,8 +137,8 @@ class _Writer:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             info = tarfile.TarInfo(prefix + shown)
             info.mode = status.st_mode & 0o1777
-            chosen = whole or self._is_chosen(info.name)
-            if not chosen and not (stat.S_ISDIR(status.st_mode) and self._leads(info.name)):
+            chosen = whole or self._only.has(info.name)
+            if not chosen and not (stat.S_ISDIR(status.st_mode) and self._only.leads(info.name)):
                 continue
             if self._describe(info, status, name, folder, removed=shown != name):
                 hides = alone or _OPAQUE_HEADER in info.pax_headers
@@ -143,15 +166,6 @@ class _Writer:
             _expect_whiteout(name, folder)
         removed = {name.removeprefix(_HIDES): name for name in hiding if name != _HIDES_ALL}
         return removed | {name: name for name in names if not _is_hiding(name)}
-
-    def _is_chosen(self, path: str) -> bool:
-        parts = tuple(path.split("/"))
-        return not self._only or any(parts[: len(one)] == one for one in self._only)
-
-    def _leads(self, path: str) -> bool:
-        """Return whether something below a directory is chosen."""
-        parts = tuple(path.split("/"))
-        return any(one[: len(parts)] == parts for one in self._only)
 
     def _describe(
         self, info: tarfile.TarInfo, status: os.stat_result, name: str, folder: int, *, removed: bool

@@ -143,6 +143,26 @@ time.sleep(600)
     list(output)
 
 
+def test_a_snapshot_of_some_files_syncs_no_others(start: Start) -> None:
+    """Those that it leaves out are not opened."""
+    one = start()
+    python(
+        one,
+        "import os\nfor number in range(500): open(f'/tmp/{number}', 'w')\nos.mkdir('/etc/a'); open('/etc/a/b', 'w')",
+    )
+    reads = [count_reads(serving(one))]
+    one.snapshot(BytesIO(), ["/etc/a"])
+    reads.append(count_reads(serving(one)))
+    one.snapshot(BytesIO())
+    reads.append(count_reads(serving(one)))
+    assert reads[1] - reads[0] < 100 < 500 < reads[2] - reads[1]
+
+
+def count_reads(process: int) -> int:
+    """Return how often a process has read: what serves files does once for each request."""
+    return int(Path(f"/proc/{process}/io").read_text().partition("syscr: ")[2].split()[0])
+
+
 def serving(sandbox: Sandbox) -> int:
     """Return the process that serves the files of a sandbox."""
     parent = child_of(sandbox._process.pid)
