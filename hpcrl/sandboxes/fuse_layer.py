@@ -123,6 +123,7 @@ def _serve(program: str, place: str, memory: int, device: int, errors: int) -> N
     namespaces.drop_capabilities(_ANY_FILE, kept=_ANY_FILE)
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     seccomp.refuse_dangerous()
+    os.set_inheritable(os.dup(1), True)  # its end is seen by that
     os.dup2(0, 1)
     os.dup2(errors, 2)  # read until it serves; later writes fail, and end nothing
     os.set_inheritable(device, True)

@@ -41,7 +41,7 @@ _ENVIRONMENT = {
     "HOME": "/root",
     "LANG": "C.UTF-8",
 }
-_START_S, _TRANSFER_S, _GRACE_S = 120.0, 120.0, 2.0
+_START_S, _TRANSFER_S, _GRACE_S, _LEFT_S = 120.0, 120.0, 2.0, 20.0
 _PIECE, _MOST_PIECES = 1 << 16, 64
 ORDINARY_USER = "an ordinary user"
 _NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
@@ -290,13 +290,15 @@ class Sandbox:
         self._changing = threading.RLock()  # held by a snapshot, while which nothing else begins
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
         self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._alive, held = socket.socketpair()  # all processes of the sandbox but its programs have the other end
         try:
-            with other:
+            with other, held:
                 self._process = subprocess.Popen(
-                    _COMMAND, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=_ENVIRONMENT, start_new_session=True
+                    _COMMAND, stdin=other.fileno(), stdout=held.fileno(), env=_ENVIRONMENT, start_new_session=True
                 )
         except OSError:
             self._owner.close()
+            self._alive.close()
             self._place.rmdir()
             raise
         settings = {"image": str(image), "place": str(self._place), "network": network, **asdict(self.limits)}
@@ -450,6 +452,10 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        watch = select.poll()
+        with self._alive, suppress(ValueError):  # it is closed: the sandbox was ended before
+            watch.register(self._alive, 0)
+            watch.poll(_LEFT_S * 1000)  # what serves its files ends after the first process
         with suppress(FileNotFoundError):
             self._place.rmdir()
 

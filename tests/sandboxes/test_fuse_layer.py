@@ -210,6 +210,25 @@ def test_what_serves_the_files_is_confined_and_not_seen(start: Start) -> None:
     assert python(one, "import os; print(os.path.exists('/dev/fuse'))") == "False\n"
 
 
+def state_of(process: int) -> str:
+    """Return the state of a process, as of /proc; empty: it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_serves_the_files_has_ended_when_the_sandbox_has(start: Start, stopped: bool) -> None:
+    """Also where the first process has to be killed."""
+    one = start()
+    served, first = serving(one), one._process.pid
+    if stopped:
+        os.kill(first, signal.SIGSTOP)
+    one.end()
+    assert state_of(served) in ("Z", "X", "")
+
+
 @pytest.mark.parametrize("killed", ["serving", "first"])
 def test_a_sandbox_ends_with_what_serves_its_files(start: Start, killed: str) -> None:
     """A program that fails meanwhile has no result: else tests that were running would count as failed."""
