@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpcrl.data.group_file import read_group
+from hpcrl.data.vision.reader import row_images
 from hpcrl.rundir.layout import Run
 from tests.jobs.agents.tool_game import TOOLS, make
 from tests.jobs.small_run import curve, eval_score, groups_in, hpcrl, logs_of
@@ -105,6 +106,26 @@ def test_a_service_that_plays_teaches_the_policy(place: Path) -> None:
     assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
     assert before < 0.5
     assert after > 0.9
+
+
+@pytest.mark.slow
+def test_an_agent_that_shows_images_teaches_the_policy(place: Path) -> None:
+    """configs/count_shapes_agent.toml as it is: whoever does not look says 0 twice, which is right for a fifth of the images."""
+    pytest.importorskip("openai")
+    config = CONFIGS / "count_shapes_agent.toml"
+    done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=looks", cwd=place, timeout=3600)
+    run = Run(place / "runs" / "count_shapes_agent" / "looks")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after, looks = eval_score(run, 0), eval_score(run, 30), curve(run, "environment/looks")
+    print(f"count_shapes by an agent: {before:.3f} -> {after:.3f}; {looks[1]:.2f} looks, then {looks[30]:.2f}")
+    assert set(curve(run, "generate/failed_samples").values()) <= {0.0}
+    for path, meta in groups_in(run):
+        rows = read_group(path, None, meta)
+        assert meta.owners == list(range(8)), "both looks of a sample are one row"
+        shown = [len(row_images(row.tensors)) for row in rows]
+        assert shown == [sample.env_metrics["looks"] for sample in meta.samples]
+    assert before < 0.3
+    assert after >= 0.85
 
 
 @pytest.mark.slow
