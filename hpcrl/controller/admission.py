@@ -155,6 +155,10 @@ class Admission:
         """Return whether a group has not begun yet, or was taken back."""
         return index in self._returned or index >= self._cursor
 
+    def is_used(self, index: int) -> bool:
+        """Return whether a group will not begin, run or train any more."""
+        return not (self.may_begin(index) or index in self._running or index in self._finished)
+
     def room(self, version: int) -> int:
         """Return how many groups an engine that holds `version` may begin now; 0 or less for none."""
         allowed = self._fresh(version)

@@ -10,7 +10,7 @@ from hpcrl.data.endless import EndlessPrompts
 from hpcrl.errors import DataError
 from hpcrl.runtime.threads import in_thread
 
-_MOST = 1024  # a fourth of the prompts that are kept
+_MOST = 1024
 _LONGEST_S = 600.0
 
 
@@ -48,4 +48,5 @@ class PromptsAhead:
                     f"data.train_function: row {index} is not there after {_LONGEST_S:.0f} s; mend the function"
                 ) from error
             admission.made = index + 1
+            self._prompts.forget(admission.is_used)
             await notify()

@@ -19,6 +19,7 @@ from hpcrl.controller.build import build_service, load_prompts
 from hpcrl.controller.prompt_stream import group_id
 from hpcrl.controller.prompts_ahead import PromptsAhead
 from hpcrl.controller.service import Service
+from hpcrl.data import endless
 from hpcrl.data.endless import ENDLESS, EndlessPrompts
 from hpcrl.errors import DataError, HpcrlError, RunError
 from hpcrl.launch.submit.preflight import check_files
@@ -232,6 +233,43 @@ def test_no_more_prompts_are_made_than_the_run_may_train() -> None:
         assert await waits() == [0, 1, 2]
         admission.release("rollout-0")
         assert await waits() == [0, 1, 2]
+        making.cancel()
+
+    asyncio.run(controller())
+
+
+def test_prompts_are_kept_until_their_groups_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are made meanwhile: the event loop would make one again, and wait for another that takes minutes."""
+    monkeypatch.setattr(endless, "_KEPT", 2)
+    made = list[int]()
+
+    def make(index: int) -> Prompt:
+        made.append(index)
+        return Prompt(str(index), [], "e")
+
+    async def controller() -> None:
+        admission, prompts = Admission(2, 2, 9), EndlessPrompts(make, lambda _: True)
+        ahead = PromptsAhead(prompts, admission, 2)
+        making = ahead.start(lambda: asyncio.sleep(0))
+        begun = list[int]()
+        while len(begun) < 6:
+            begun += admission.claim("rollout-0", 0, 9)
+            ahead.claimed.set()
+            await asyncio.sleep(0.01)
+        for index in begun:
+            assert prompts[index].uid == str(index), "of a group that runs"
+            admission.complete(index, GroupMeta(f"g{index}", "train", 0, "", [], 0, 0, "letters", 1.0))
+        admission.drop([3])
+        assert [prompts[index].uid for index in (0, 5)] == ["0", "5"], "of groups that may begin again"
+        assert made == sorted(set(made))
+        while len(made) < 16:
+            admission.claim("rollout-0", 2, 9)
+            admission.drop([index for index in begun if admission.is_finished(index)])
+            ahead.claimed.set()
+            await asyncio.sleep(0.01)
+        assert made == sorted(set(made))
+        assert prompts[0]
+        assert made[-1] == 0, "of one that is used it is not kept"
         making.cancel()
 
     asyncio.run(controller())
