@@ -12,6 +12,7 @@ import hashlib
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from math import sin
@@ -243,6 +244,7 @@ def trl() -> Iterator[Answer]:
 
         yield f"GRPO {name}", settings, with_gradient(loss, given["logprobs"], mask)
     yield from _pairs_of_trl(given)
+    yield from _answers_of_trl(given)
     for beta in (0, 0.3, 1):
 
         def distilled(leaf: torch.Tensor, beta: float = beta) -> torch.Tensor:
@@ -278,6 +280,37 @@ def _pairs_of_trl(given: dict[str, torch.Tensor]) -> Iterator[Answer]:
             lambda leaf: -ORPOTrainer.odds_ratio_loss(orpo, *pairs(leaf))[0].sum(), given["logprobs"], given["mask"]
         ),
     )
+
+
+KTO: dict[str, dict[str, Any]] = {
+    "kto": {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+    "apo_zero_unpaired": {"beta": 0.5, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+}
+LABELS = (1, 0, 0, 1, 1, 0)
+
+
+def _answers_of_trl(given: dict[str, torch.Tensor]) -> Iterator[Answer]:
+    """Let KTOTrainer have log-probabilities in the place of a model's outputs; `old` and `rollout` are the policy's and the reference's of mismatched answers."""
+    from accelerate import Accelerator
+    from trl import KTOTrainer
+
+    mask = given["mask"]
+    shown = {name: (given[name] * mask).sum(1) for name in ("ref", "rollout", "old")}
+    whole = torch.nn.functional.pad(mask, (1, 0)).long()
+    rows = {"input_ids": whole, "attention_mask": whole, "completion_mask": whole, "label": torch.tensor(LABELS)}
+    rows |= {"ref_logps": shown["ref"], "ref_KL_logps": shown["rollout"]}
+    for name, settings in KTO.items():
+        trainer = SimpleNamespace(
+            loss_type=name, calculate_KL=name == "kto", _compute_kl_logps=lambda *_: shown["old"], precompute_ref_logps=True,
+            aux_loss_enabled=False, accelerator=Accelerator(cpu=True), model=torch.nn.Identity().eval(), _metrics={"eval": defaultdict(list)},
+            _total_train_tokens=0, **settings,
+        )  # fmt: skip
+
+        def loss(leaf: torch.Tensor, trainer: Any = trainer) -> torch.Tensor:
+            outputs = SimpleNamespace(log_probs=leaf * mask, entropy=given["entropies"], mean_logits=leaf.detach())
+            return KTOTrainer._compute_loss(trainer, lambda **_: outputs, rows, False)
+
+        yield f"KTO {name}", settings, with_gradient(loss, given["logprobs"], mask)
 
 
 def prime_rl() -> Iterator[Answer]:

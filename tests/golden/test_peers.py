@@ -16,7 +16,7 @@ from hpcrl.algorithms.entropies import highest_entropies
 from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted
 from hpcrl.algorithms.losses import LossTokens, ratio
 from hpcrl.algorithms.off_policy import correct
-from hpcrl.algorithms.preferences import PAIR_LOSSES, Pairs
+from hpcrl.algorithms.preferences import PAIR_LOSSES, Pairs, unpaired_loss
 from hpcrl.algorithms.reductions import Reduction, TokenCounts, row_weight
 from hpcrl.algorithms.values import clipped_value_loss
 from hpcrl.algorithms.whitening import whiten
@@ -29,6 +29,8 @@ from tests.golden.peers import (
     GREEDY,
     GROUPS,
     HIGH,
+    KTO,
+    LABELS,
     LAMBDA,
     LOW,
     PLACE,
@@ -155,6 +157,19 @@ def pairs(name: str, settings: DPOConfig) -> Ours:
     return lambda: with_gradient(summed, GIVEN["logprobs"], MASK)
 
 
+def answers(name: str) -> Ours:
+    """Return the mean over answers; for kto the shift is the mean log-ratio of mismatched answers, at least 0."""
+    ref, others, others_ref = ((GIVEN[key] * MASK).sum(1) for key in ("ref", "old", "rollout"))
+    shift = (others - others_ref).mean().clamp(min=0) if name == "kto" else torch.zeros(())
+    settings = DPOConfig(loss_type=[name], **KTO[name])
+
+    def mean(leaf: torch.Tensor) -> torch.Tensor:
+        ratios = (leaf * MASK).sum(1) - ref
+        return unpaired_loss(ratios, torch.tensor(LABELS), shift.expand(ROWS), settings).mean()
+
+    return lambda: with_gradient(mean, GIVEN["logprobs"], MASK)
+
+
 def distilled(beta: float) -> Ours:
     teacher = GIVEN["ref"].log_softmax(-1)
     return lambda: with_gradient(
@@ -246,6 +261,8 @@ OURS: dict[str, Ours] = {
     "trl: GRPO gmpo": policy("gmpo", "sequence_mean", log_clip_low=LOW, log_clip_high=HIGH),
     "trl: CPO simpo": pairs("simpo", DPOConfig(beta=2.0, simpo_gamma=0.5)),
     "trl: ORPO": pairs("orpo", DPOConfig()),
+    "trl: KTO kto": answers("kto"),
+    "trl: KTO apo_zero_unpaired": answers("apo_zero_unpaired"),
     "trl: GKD 0": distilled(0),
     "trl: GKD 0.3": distilled(0.3),
     "trl: GKD 1": distilled(1),
