@@ -147,9 +147,9 @@ def _advantages_of_verl(algos: Any, given: dict[str, torch.Tensor]) -> Iterator[
         own_groups = {} if name in ("gae", "reinforce_plus_plus", "remax") else {"index": np.array(groups)}
         return algos.get_adv_estimator_fn(name)(**common, **own_groups, **more)[0][own > 0].tolist()
 
-    for said, settings in by_std.items():
-        yield f"advantages grpo{said}", settings, of("grpo", WITH_ONE_ALONE, **settings)
-        yield f"advantages grpo_vectorized{said}", settings, of("grpo_vectorized", WITH_ONE_ALONE, **settings)
+    for suffix, settings in by_std.items():
+        yield f"advantages grpo{suffix}", settings, of("grpo", WITH_ONE_ALONE, **settings)
+        yield f"advantages grpo_vectorized{suffix}", settings, of("grpo_vectorized", WITH_ONE_ALONE, **settings)
     for name in ("rloo", "rloo_vectorized", "opo", "reinforce_plus_plus_baseline", "gpg"):
         yield f"advantages {name}", {}, of(name, WITH_ONE_ALONE, config=config)
     yield "advantages grpo_passk", {}, of("grpo_passk", config=config)
