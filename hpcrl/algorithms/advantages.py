@@ -242,7 +242,8 @@ def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tens
     """Return several rewards, each against the mean of its group by itself (GDPO, arXiv:2601.05242, section 3).
 
     As grpo for each reward by itself, so that combinations of rewards with the same sum differ. Then (a - mean) / std over the samples of
-    the batch, so that the scale does not grow with the number of rewards. Only samples with a trained token count there.
+    the batch, so that the scale does not grow with the number of rewards. Only samples with a trained token count there. TRL does the same;
+    verl whitens over tokens, so that long samples count more.
 
     Formula:
         Σ weight × (reward - mean of the group) / (standard deviation + 1e-6) over named rewards, whitened over the samples of the batch
@@ -262,7 +263,7 @@ def gdpo(inputs: AdvantageInputs, *, rewards: Mapping[str, float]) -> torch.Tens
 def rloo(inputs: AdvantageInputs) -> torch.Tensor:
     """Return the reward against the mean of the group's other samples (RLOO, arXiv:2402.14740).
 
-    0 where there is no other.
+    0 where there is no other, as in verl's rloo_vectorized; its rloo keeps the reward there.
 
     Formula:
         R - mean of the other samples of the group
@@ -323,7 +324,7 @@ def opo(inputs: AdvantageInputs) -> torch.Tensor:
     """Return the reward against the mean of its group, weighted by trained tokens (OPO, arXiv:2505.23585, section 3).
 
     That baseline makes the variance of an on-policy gradient least, if the squared norm of a sample's gradient grows with its
-    tokens. A group of one is its own baseline: 0.
+    tokens. A group of one is its own baseline: 0, where verl's keeps its reward.
 
     Formula:
         R - mean of the group, weighted by tokens
@@ -362,7 +363,8 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> torch.Tensor:
 def remax(inputs: AdvantageInputs) -> torch.Tensor:
     """Return the reward against that of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 2).
 
-    That response is generated beside the group. No other sample is needed: a group of one learns too.
+    That response is generated beside the group. No other sample is needed: a group of one learns too. Rewards per token all count for each
+    token of the sample, as those of the greedy response do; in verl only those from the token on.
 
     Formula:
         R - reward of the greedy response

@@ -3,7 +3,7 @@
 w = pi_old / pi_rollout per token, its logarithm clamped to [-20, 20]: what differs is the engine's arithmetic and the versions that
 have passed since. Each part works on what the parts before it have left: outlier samples, tokens out of bounds, samples out of
 bounds; then weights. Tokens that are left out still count in the means over tokens and samples, so that a loss remains a sum of weighted
-tokens. Cosmos-RL does the same; SkyRL divides by the remaining ones. KL and entropy terms are not corrected.
+tokens. Cosmos-RL does the same; SkyRL and verl divide by the remaining ones. KL and entropy terms are not corrected.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PLACE = Path(__file__).with_suffix(".json")
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 LENGTHS = (5, 3, 7, 1, 4, 6)
 ADVANTAGES = (1.2, -0.7, 0.3, -1.5, 0.0, -0.2)
-GROUP, WEIGHTS = 4, {"letters": 1.0, "rising": 0.3}
+GROUP, WEIGHTS, LONGEST = 4, {"letters": 1.0, "rising": 0.3}, 8
 CASES: dict[str, dict[str, Any]] = {
     "vespo": {"loss_type": "vespo"},
     "vespo_settings": {
@@ -62,11 +62,12 @@ def trainer_of(output: str, **settings: Any) -> Any:
 
     common = {"bf16": False, "use_cpu": True, "report_to": "none", "gradient_checkpointing": False, "beta": 0.0}
     common |= {"num_generations": GROUP, "per_device_train_batch_size": 2 * GROUP, "gradient_accumulation_steps": 1}
+    common |= {"max_completion_length": LONGEST}
     prompts = [{"prompt": [{"role": "user", "content": word}]} for word in ("sort: gdbca", "cab", "lkj", "ed")]
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
         [letters, rising],
-        GRPOConfig(output, max_completion_length=8, **common, **settings),
+        GRPOConfig(output, **common | settings),
         train_dataset=Dataset.from_list(prompts),
         processing_class=AutoTokenizer.from_pretrained(MODEL),
     )

@@ -27,7 +27,7 @@ _ESTIMATORS |= {name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _REDUCTIONS = {
     name: name.replace("-", "_")
-    for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    for name in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
 
 
@@ -125,9 +125,11 @@ def _kl(kind: str) -> Rule[VerlSource]:
                 conversion.note("dropped", source.names[path], "", f"had no effect without {used_by}")
         elif not estimator:
             put(source, conversion, path, _ALG + "kl_loss_coef", source[path])
-        elif source[path] in _KL:
-            how = "" if source[path] == _KL[source[path]] else str(source[path])
-            put(source, conversion, path, _ALG + "kl_estimator_type", _KL[source[path]], how)
+        elif (plain := str(source[path]).removesuffix("+")) in _KL:
+            straight = kind == "loss" and plain != source[path]  # a + changes the gradient alone
+            name = "k2" if straight else _KL[plain]
+            how = f"{source[path]}, whose gradient is that of k2" if straight else str(source[path])
+            put(source, conversion, path, _ALG + "kl_estimator_type", name, "" if name == source[path] else how)
         else:
             message = f"there is no {source[path]}; expected {', '.join(_KL)}"
             lost(source, conversion, path, _ALG + "kl_estimator_type", message)
