@@ -19,7 +19,7 @@ from hpcrl.config.sections.environment import AgentConfig, AgentContainerConfig,
 from hpcrl.envs.base import Turn
 from hpcrl.envs.registry import common_extras, make_environment
 from hpcrl.envs.tasks.agent import Agent
-from hpcrl.errors import UserCodeError
+from hpcrl.errors import ConfigError, UserCodeError
 from hpcrl.rundir.commit import write_text
 from tests.envs.tasks.test_agent import KEY, MESSAGES, PAYS, endpoint, homes
 
@@ -33,11 +33,14 @@ with open({log!r}, "a") as file:
 options = []
 while arguments[0].startswith("--"):
     option, _, value = arguments.pop(0).partition("=")
-    if name == "enroot" and option in ("--mount", "--env"):
+    if name == "enroot" and option not in ("--mount", "--env", "--rw"):
+        sys.exit(print("Usage: enroot start"))  # with 0, as the real one
+    if name == "enroot" and option != "--rw":
         value = arguments.pop(0)
     options.append((option, value))
 image, *command = arguments
-assert image == "/images/agent", image
+if image != "/images/agent":
+    sys.exit(255)
 given = {{option: [value for one, value in options if one == option] for option, _ in options}}
 if name == "apptainer":
     assert "--containall" in given and "--cleanenv" in given, given
@@ -46,6 +49,8 @@ if name == "apptainer":
     directory = given["--pwd"][0]
 else:
     told = {{key: os.environ[key] for key in given["--env"]}}
+    changed = [key for key, value in told.items() if "\\n" in value or value[:1] in ("'", '"')]
+    assert not changed, changed
     binds = []
     for one in given["--mount"]:
         source, target, kind, flags = one.split(":")
@@ -73,9 +78,9 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return request.param
 
 
-def played(kind: str, script: str, **settings: Any) -> Turn:
-    container = AgentContainerConfig(kind=kind, image="/images/agent", **settings)  # type: ignore[arg-type]
-    gym = SkyRLGymConfig(agent=AgentConfig(command=["sh", "-c", script], container=container))
+def played(kind: str, script: str, reward: Any = "file", image: str = "/images/agent", **settings: Any) -> Turn:
+    container = AgentContainerConfig(kind=kind, image=image, **settings)  # type: ignore[arg-type]
+    gym = SkyRLGymConfig(agent=AgentConfig(command=["sh", "-c", script], reward=reward, container=container))
     made = make_environment("agent", common_extras(EnvironmentConfig(skyrl_gym=gym), 4))
     assert isinstance(made, Agent)
     return made.play(MESSAGES, endpoint())
@@ -112,3 +117,25 @@ def test_a_program_that_fails_in_a_container_says_so(kind: str) -> None:
     with pytest.raises(UserCodeError, match="exit code 7: no such tool"):
         played(kind, "echo no such tool; exit 7", arguments=["--nv"] if kind == "apptainer" else ["--rw"])
     assert homes() == []
+
+
+def test_no_reward_is_made_of_a_container_that_did_not_start(kind: str) -> None:
+    """Enroot ends with 0 where it does not know an option, Apptainer with 255: neither is the program's exit code."""
+    wrong: dict[str, Any] = {"image": "/nowhere"} if kind == "apptainer" else {"arguments": ["--nv"]}
+    code = 255 if kind == "apptainer" else 0
+    with pytest.raises(UserCodeError, match=rf"its container did not start \(exit code {code}\)"):
+        played(kind, "true", "exit_code", **wrong)
+    assert played(kind, "exit 3", "exit_code").reward == 0.0
+    assert homes() == []
+
+
+@pytest.mark.parametrize(("value", "found"), [("a\nb", "a line break"), ('"a"', "quotes around it")])
+def test_a_variable_that_enroot_would_change_is_refused(
+    kind: str, value: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANTED", value)
+    if kind == "enroot":
+        with pytest.raises(ConfigError, match=rf"container\.env: the value of WANTED has {found}"):
+            played(kind, "true", env=["WANTED"])
+    else:
+        assert played(kind, "[ ${#WANTED} = 3 ]", "exit_code", env=["WANTED"]).reward == 1.0
