@@ -18,6 +18,7 @@ from hpcrl.data.hub.directories import hub_cache, hub_home
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"
+_REMOVE_LEFT = 'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,17 @@ class Starter:
             return self.python
         step = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", *self.srun]
         return f'srun --nodelist="$SLURMD_NODENAME" {shlex.join(step)} {self.python}'
+
+
+def lines_of_a_restart(container: ContainerConfig) -> list[str]:
+    """Return the lines of a batch script that remove, on all nodes, the containers which an earlier start of the job has left.
+
+    Pyxis names one by job and step, both of which a requeued job has again. It starts none beside one that a node kept when it lost power.
+    """
+    if container.kind != "pyxis":
+        return []
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--output=/dev/null", "--error=/dev/null"]
+    return [f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {shlex.join([*step, "bash", "-c", _REMOVE_LEFT])}']
 
 
 def seen_by(root: Path, configs: Sequence[Config]) -> list[str]:

@@ -257,3 +257,22 @@ def test_without_a_container_it_is_the_interpreter_of_the_submitter(tmp_path: Pa
     assert f" {shlex.quote(sys.executable)} -u -m submitit.core._submit " in script
     assert last(script).startswith(f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.epilogue ")
     assert "PYTHONNOUSERSITE" not in script
+
+
+def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_path: Path) -> None:
+    """Pyxis would name the container of step 0 as before, and starts none beside one that a node kept when it lost power."""
+    programs, removed = tmp_path / "bin", tmp_path / "removed"
+    programs.mkdir()
+    listed = "pyxis_70.0 pyxis_7.0 mine pyxis_7_7.4294967291"
+    enroot = f'[ $1 = list ] && printf "%s\\n" {listed} || echo "$@" >> {removed}'
+    for name, program in (("srun", 'while [ "$1" != bash ]; do shift; done; exec "$@"'), ("enroot", enroot)):
+        (programs / name).write_text(f"#!/bin/sh\n{program}\n")
+        (programs / name).chmod(0o755)
+    for script in contained(tmp_path, "pyxis"):
+        lines = script.splitlines()
+        (at,) = [index for index, line in enumerate(lines) if "SLURM_RESTART_COUNT" in line]
+        assert at < next(index for index, line in enumerate(lines) if "submitit.core._submit" in line)
+        for count in ("", "0", "1"):
+            environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count}
+            subprocess.run(["bash", "-c", lines[at]], env=environment, check=True)
+    assert removed.read_text().splitlines() == ["remove --force -- pyxis_7.0 pyxis_7_7.4294967291"] * 2
