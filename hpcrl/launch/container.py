@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.fields import settings
-from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
+from hpcrl.config.sections.slurm import PYXIS_LISTS, ContainerConfig, SlurmConfig
 from hpcrl.data.hub.directories import hub_cache, hub_home
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
@@ -47,9 +47,9 @@ class Starter:
         image, mounts = container.image or "", [*seen, *container.mounts]
         if container.kind == "pyxis":
             pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in [_TEMPORARY, *mounts]]
-            options = [f"--container-image={image}", f"--container-mounts={','.join(pairs)}"]
             # a variable that the image sets as well would be the image's
-            options += [f"--container-env={','.join(_ENVIRONMENT)}", *container.arguments]
+            lists = [f"--container-mounts={','.join(pairs)}", f"--container-env={','.join(_ENVIRONMENT)}"]
+            options = [f"--container-image={image}", *_joined([*lists, *container.arguments])]
             return cls(shlex.quote(container.python), options)
         binds = [f"--bind={shlex.quote(mount)}" for mount in mounts]
         binds.append(f'--bind="${{TMPDIR:-{_TEMPORARY}}}"')  # of the node, which its shell knows
@@ -66,6 +66,13 @@ class Starter:
             return self.python
         step = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", *self.srun]
         return f'srun --nodelist="$SLURMD_NODENAME" {shlex.join(step)} {self.python}'
+
+
+def _joined(options: Sequence[str]) -> list[str]:
+    """Return options of srun with one of each list of Pyxis: of several, srun passes only the last one on to the nodes."""
+    lists = {name: [text.partition("=")[2] for text in options if text.startswith(f"{name}=")] for name in PYXIS_LISTS}
+    others = [text for text in options if text.partition("=")[0] not in PYXIS_LISTS]
+    return [*(f"{name}={','.join(values)}" for name, values in lists.items()), *others]
 
 
 def lines_of_a_restart(container: ContainerConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def pyxis(needs_slurm: None, place: Path, tmp_path_factory: pytest.TempPathFacto
     program.chmod(0o755)
     (place / "plugstack.conf").write_text(f"required {plugins[0]}\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", f"{program.parent}:", prepend="")
+        patch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
         with lent(tmp_path_factory.mktemp("slurm"), 2, "--conf", f"PlugStackConfig={place}/plugstack.conf") as cluster:
             yield cluster
 

@@ -211,14 +211,13 @@ def test_the_end_of_a_batch_script_is_begun_again_where_it_is_killed(
 
 
 def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
-    run, pool = contained(
-        tmp_path, "pyxis", "slurm.gpus_per_node=1", "slurm.container.arguments=['--no-container-mount-home']"
-    )
+    arguments = "slurm.container.arguments=['--no-container-mount-home','--container-env=SITE,MORE']"
+    run, pool = contained(tmp_path, "pyxis", "slurm.gpus_per_node=1", arguments)
     mounts = ",".join(f"{path}:{path}" for path in ["/tmp", *seen(tmp_path), "/local"]) + ",/site:/opt/site:ro"
     wanted = [
         "--container-image=/images/h.sif",
         f"--container-mounts={mounts}",
-        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,PYTHONNOUSERSITE",
+        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,PYTHONNOUSERSITE,SITE,MORE",
         "--no-container-mount-home",
     ]
     for script, module in ((run, "epilogue"), (pool, "elastic")):
@@ -226,6 +225,7 @@ def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
         at = words.index(wanted[0])
         assert words[at : at + 5] == [*wanted, "/opt/env/bin/python"]
         end = shlex.split(last(script).removesuffix(" $status"))
+        assert sum(word.startswith("--container-env") for word in words) == 1, "Slurm passes only the last one on"
         step = ["srun", "--nodelist=$SLURMD_NODENAME", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered"]
         assert end[:-1] == [*step, *wanted, "/opt/env/bin/python", "-m", f"hpcrl.launch.requeue.{module}"]
 
