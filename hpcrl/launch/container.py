@@ -15,9 +15,11 @@ from hpcrl.config import Config
 from hpcrl.config.fields import settings
 from hpcrl.config.sections.slurm import PYXIS_LISTS, ContainerConfig, SlurmConfig
 from hpcrl.data.hub.directories import hub_cache, hub_home
+from hpcrl.errors import ConfigError
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"
+_SEPARATORS = {"apptainer": ",:", "pyxis": ',: \t"$`\\'}  # Enroot reads words of a line, which a shell has written
 _REMOVE_LEFT = 'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
 
 
@@ -40,10 +42,19 @@ class Starter:
         Args:
             seen: directories and files of the nodes that are to be seen inside, at the same place.
             gpus: whether it needs the node's GPUs.
+
+        Raises:
+            ConfigError: the container cannot be given one of them.
         """
         container = slurm.container
         if container.kind == "none":
             return cls(shlex.quote(slurm.python or sys.executable), [])
+        for path in seen:
+            if found := next((one for one in path if one in _SEPARATORS[container.kind]), None):
+                raise ConfigError(
+                    f"{path}: a directory or file of the run that {container.kind} cannot mount, because of {found!r} in its path; "
+                    "rename it, or use another"
+                )
         image, mounts = container.image or "", [*seen, *container.mounts]
         if container.kind == "pyxis":
             pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in [_TEMPORARY, *mounts]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.errors import ConfigError
 from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.nodes import describe_plan, make_plan
 from hpcrl.launch.pools import with_few_cores
@@ -257,6 +258,20 @@ def test_without_a_container_it_is_the_interpreter_of_the_submitter(tmp_path: Pa
     assert f" {shlex.quote(sys.executable)} -u -m submitit.core._submit " in script
     assert last(script).startswith(f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.epilogue ")
     assert "PYTHONNOUSERSITE" not in script
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("apptainer", "a,b"), ("pyxis", "a,b"), ("pyxis", "a b")])
+def test_a_path_that_a_container_cannot_be_given_is_refused(tmp_path: Path, kind: str, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    with pytest.raises(ConfigError, match=rf"{re.escape(folder)}/\S+: .* that {kind} cannot mount"):
+        contained(tmp_path / folder, kind)
+    contained(tmp_path, kind)
+
+
+def test_apptainer_is_given_a_path_with_a_blank(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    run, _ = contained(tmp_path / "a b", "apptainer")
+    assert f"--bind='{tmp_path}/a b/model'" in run
 
 
 def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_path: Path) -> None:
