@@ -13,11 +13,14 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.fields import settings
-from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
+from hpcrl.config.sections.slurm import PYXIS_LISTS, ContainerConfig, SlurmConfig
 from hpcrl.data.hub.directories import hub_cache, hub_home
+from hpcrl.errors import ConfigError
 
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"
+_SEPARATORS = {"apptainer": ",:", "pyxis": ',: \t"$`\\'}  # Enroot reads words of a line, which a shell has written
+_REMOVE_LEFT = 'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,25 @@ class Starter:
         Args:
             seen: directories and files of the nodes that are to be seen inside, at the same place.
             gpus: whether it needs the node's GPUs.
+
+        Raises:
+            ConfigError: the container cannot be given one of them.
         """
         container = slurm.container
         if container.kind == "none":
             return cls(shlex.quote(slurm.python or sys.executable), [])
+        for path in seen:
+            if found := next((one for one in path if one in _SEPARATORS[container.kind]), None):
+                raise ConfigError(
+                    f"{path}: a directory or file of the run that {container.kind} cannot mount, because of {found!r} in its path; "
+                    "rename it, or use another"
+                )
         image, mounts = container.image or "", [*seen, *container.mounts]
         if container.kind == "pyxis":
             pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in [_TEMPORARY, *mounts]]
-            options = [f"--container-image={image}", f"--container-mounts={','.join(pairs)}"]
             # a variable that the image sets as well would be the image's
-            options += [f"--container-env={','.join(_ENVIRONMENT)}", *container.arguments]
+            lists = [f"--container-mounts={','.join(pairs)}", f"--container-env={','.join(_ENVIRONMENT)}"]
+            options = [f"--container-image={image}", *_joined([*lists, *container.arguments])]
             return cls(shlex.quote(container.python), options)
         binds = [f"--bind={shlex.quote(mount)}" for mount in mounts]
         binds.append(f'--bind="${{TMPDIR:-{_TEMPORARY}}}"')  # of the node, which its shell knows
@@ -65,6 +77,24 @@ class Starter:
             return self.python
         step = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", *self.srun]
         return f'srun --nodelist="$SLURMD_NODENAME" {shlex.join(step)} {self.python}'
+
+
+def _joined(options: Sequence[str]) -> list[str]:
+    """Return options of srun with one of each list of Pyxis: of several, srun passes only the last one on to the nodes."""
+    lists = {name: [text.partition("=")[2] for text in options if text.startswith(f"{name}=")] for name in PYXIS_LISTS}
+    others = [text for text in options if text.partition("=")[0] not in PYXIS_LISTS]
+    return [*(f"{name}={','.join(values)}" for name, values in lists.items()), *others]
+
+
+def lines_of_a_restart(container: ContainerConfig) -> list[str]:
+    """Return the lines of a batch script that remove, on all nodes, the containers which an earlier start of the job has left.
+
+    Pyxis names one by job and step, both of which a requeued job has again. It starts none beside one that a node kept when it lost power.
+    """
+    if container.kind != "pyxis":
+        return []
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--output=/dev/null", "--error=/dev/null"]
+    return [f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {shlex.join([*step, "bash", "-c", _REMOVE_LEFT])}']
 
 
 def seen_by(root: Path, configs: Sequence[Config]) -> list[str]:

@@ -11,7 +11,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.family import family_of
 from hpcrl.config.secrets import name_of_secret
 from hpcrl.config.sections.generator import InferenceEngineConfig
-from hpcrl.config.sections.slurm import ElasticConfig, RequestConfig, SlurmConfig
+from hpcrl.config.sections.slurm import PYXIS_LISTS, ElasticConfig, RequestConfig, SlurmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
@@ -336,6 +336,11 @@ def container(config: ConfigTree) -> Iterator[Problem]:
     elif container.kind != "none" and not container.image:
         yield Problem("slurm.container.image", f"set it: slurm.container.kind is {container.kind}")
     yield from mount_problems("slurm.container.mounts", container.mounts)
+    for name in PYXIS_LISTS if container.kind == "pyxis" else ():
+        if name in container.arguments:
+            yield Problem(
+                "slurm.container.arguments", f"write {name}=VALUE as one word, which hpcrl joins with its own"
+            )
 
 
 def mount_problems(setting: str, mounts: Sequence[str]) -> Iterator[Problem]:

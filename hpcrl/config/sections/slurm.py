@@ -258,6 +258,10 @@ class SandboxesConfig:
         return max(self.per_node if self.nodes else 0, self.per_rollout_node)
 
 
+PYXIS_LISTS = ("--container-mounts", "--container-env")
+"""Options of srun that hpcrl gives to Pyxis, and to which slurm.container.arguments may add."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
     """A container in which the run's processes run on the nodes. The image needs hpcrl with all that it depends on; docs/containers.md."""

@@ -10,10 +10,12 @@ from urllib.parse import urlsplit
 
 from hpcrl.config.sections.environment import AgentContainerConfig
 from hpcrl.envs.base import Endpoint
+from hpcrl.errors import ConfigError
 
 _KEPT_BACK = ("HPCRL_", "REMOTE_REWARD_", "ANTHROPIC_AUTH_TOKEN")  # the last one Anthropic's client prefers to a key
+_QUOTES = "\"'"
 _HANDED_ON = "APPTAINERENV_"  # what Apptainer hands on under the name without it
-_IN_DIRECTORY = ("sh", "-c", 'cd "$0" && exec "$@"')
+_BEGIN = ("sh", "-c", ': > "$0" && cd "$1" && shift && exec "$@"')
 
 
 def variables(endpoint: Endpoint, programs: str) -> dict[str, str]:
@@ -40,28 +42,51 @@ def contained(
     """Return the command that runs a program in a container, and the environment to run it in.
 
     The program sees the image, the directory of its sample at the same place, and what is mounted. It has the environment variables listed
-    here and those that `container.env` names. None is an argument, which others on the node could read.
+    here and those that `container.env` names. None is an argument, which others on the node could read. The file that `started` names is
+    made inside before the program begins.
 
     Args:
         directory: of the sample; the program begins in `work` in it.
         files: variables that name files of the sample.
         own: this process's environment.
+
+    Raises:
+        ConfigError: Enroot would change the value of a variable.
     """
     kept = {name: own[name] for name in container.env if name in own}
     told = {**kept, **_direct(kept, endpoint), **_asked(endpoint), **files}
     work = str(directory / "work")
+    begin = [*_BEGIN, str(started(directory)), work, *command]
     seen = [_parts(mount) for mount in (str(directory), *container.mounts)]
     outside = {name: value for name, value in own.items() if not name.startswith((*_KEPT_BACK, _HANDED_ON))}
     if container.kind == "apptainer":
         binds = [f"--bind={source}:{target}:{mode}" for source, target, mode in seen]
         start = ["apptainer", "exec", "--containall", "--cleanenv", f"--pwd={work}", *binds, *container.arguments]
         handed = {f"{_HANDED_ON}{name}": value for name, value in told.items()}
-        return [*start, container.image or "", *command], {**outside, **handed}
+        return [*start, container.image or "", *begin], {**outside, **handed}
+    for name, value in told.items():
+        _check_for_enroot(name, value)
     mounts = [f"{source}:{target}:none:x-create=auto,rbind,{mode}" for source, target, mode in seen]
     options = [word for mount in mounts for word in ("--mount", mount)]
     options += [word for name in told for word in ("--env", name)]  # whose values enroot has from its own environment
     start = ["enroot", "start", *options, *container.arguments, container.image or ""]
-    return [*start, *_IN_DIRECTORY, work, *command], {**outside, **told}
+    return [*start, *begin], {**outside, **told}
+
+
+def started(directory: Path) -> Path:
+    """Return the file that says, in the directory of a sample, that its container has started."""
+    return directory / "started"
+
+
+def _check_for_enroot(name: str, value: str) -> None:
+    """Raise ConfigError for a value that Enroot would change: it writes one to a line of a file, and takes quotes around it away."""
+    quoted = len(value) > 1 and value[0] in _QUOTES and value.rstrip()[-1] in _QUOTES
+    if quoted or "\n" in value:
+        found = "quotes around it" if quoted else "a line break"
+        raise ConfigError(
+            f"environment.skyrl_gym.agent.container.env: the value of {name} has {found}, which Enroot does not pass on; "
+            "leave it out and write it to a file that container.mounts shows"
+        )
 
 
 def _parts(mount: str) -> tuple[str, str, str]:

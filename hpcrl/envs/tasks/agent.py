@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config.sections.environment import AgentConfig
-from hpcrl.envs.agents.program import contained, variables
+from hpcrl.envs.agents.program import contained, started, variables
 from hpcrl.envs.agents.sandboxed import AgentSandbox
 from hpcrl.envs.agents.score import EXPECTED, LONGEST_SCORE, read_score
 from hpcrl.envs.agents.service import AgentService
@@ -103,11 +103,16 @@ class Agent(AgentEnvironment):
         if self._sandbox:
             files |= self._sandbox.offer(home)
         command, environment = self._config.command, variables(endpoint, str(home / "bin")) | files
-        if self._config.container.kind != "none":
+        inside = self._config.container.kind != "none"
+        if inside:
             command, environment = contained(self._config.container, command, home, endpoint, files)
         ran = run_supervised(command, environment, work, endpoint.ended)
         if ran.code is None:
             raise UserCodeError("its program was ended")
+        if inside and not started(home).exists():
+            # Enroot ends with 0 where it does not know an option: no reward is made of that
+            printed = self._shown(ran.output, endpoint)
+            raise UserCodeError(f"its container did not start (exit code {ran.code}): {printed}")
         if self._sandbox:
             self._sandbox.expect()
         exit_code = self._config.reward == "exit_code" and not self._config.reward_function

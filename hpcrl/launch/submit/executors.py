@@ -21,7 +21,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from hpcrl.config import Config, ElasticConfig, SlurmConfig
 from hpcrl.config.sections.slurm import EvaluationJobConfig, SandboxesConfig, UploadJobConfig
 from hpcrl.errors import ConfigError, SubmitError
-from hpcrl.launch.container import Starter, seen_by
+from hpcrl.launch.container import Starter, lines_of_a_restart, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.layouts import (
     AttemptLayout,
@@ -395,7 +395,11 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
         "signal_delay_s": config.slurm.signal_seconds,
         "wckey": None,
         "stderr_to_stdout": True,
-        "setup": [*_lines_of_the_job(config), *_lines_of_the_setup(config, folder)],
+        "setup": [
+            *_lines_of_the_job(config),
+            *_lines_of_the_setup(config, folder),
+            *lines_of_a_restart(config.slurm.container),
+        ],
     }
 
 

@@ -431,6 +431,12 @@ OURS = [
         {"slurm.python": "/env/bin/python"},
     ),
     Case(
+        "a list of Pyxis is one word with its value",
+        {"slurm.container.kind": "pyxis", "slurm.container.image": "/h.sqsh", "slurm.container.arguments": ["--container-env", "A"]},
+        "slurm.container.arguments", "write --container-env=VALUE as one word",
+        {"slurm.container.kind": "pyxis", "slurm.container.image": "/h.sqsh", "slurm.container.arguments": ["--container-env=A"]},
+    ),
+    Case(
         "a container has a kind",
         {"slurm.container.image": "/h.sif"}, "slurm.container.kind", 'set it to "apptainer" or "pyxis"',
         {"slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},

@@ -1,6 +1,6 @@
 """Programs of agents in containers: how they are started, what they see, and that no key is among the arguments.
 
-A program stands in for apptainer and for enroot. It notes its arguments, reads them as those do, and runs the command where it sees, of this
+A program stands in for apptainer and for enroot; the real enroot runs the same tests where it is installed (`-m containers`). It notes its arguments, reads them as those do, and runs the command where it sees, of this
 machine, only what is mounted and the directories of the operating system, with the variables that are handed on and no others.
 """
 
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from hpcrl.config.sections.environment import AgentConfig, AgentContainerConfig,
 from hpcrl.envs.base import Turn
 from hpcrl.envs.registry import common_extras, make_environment
 from hpcrl.envs.tasks.agent import Agent
-from hpcrl.errors import UserCodeError
+from hpcrl.errors import ConfigError, UserCodeError
 from hpcrl.rundir.commit import write_text
+from tests.containers import SYSTEM, make_image, missing
 from tests.envs.tasks.test_agent import KEY, MESSAGES, PAYS, endpoint, homes
 
 STAND_IN = """#!{python} -IS
@@ -33,11 +37,14 @@ with open({log!r}, "a") as file:
 options = []
 while arguments[0].startswith("--"):
     option, _, value = arguments.pop(0).partition("=")
-    if name == "enroot" and option in ("--mount", "--env"):
+    if name == "enroot" and option not in ("--mount", "--env", "--rw"):
+        sys.exit(print("Usage: enroot start"))  # with 0, as the real one
+    if name == "enroot" and option != "--rw":
         value = arguments.pop(0)
     options.append((option, value))
 image, *command = arguments
-assert image == "/images/agent", image
+if image != "/images/agent":
+    sys.exit(255)
 given = {{option: [value for one, value in options if one == option] for option, _ in options}}
 if name == "apptainer":
     assert "--containall" in given and "--cleanenv" in given, given
@@ -46,6 +53,8 @@ if name == "apptainer":
     directory = given["--pwd"][0]
 else:
     told = {{key: os.environ[key] for key in given["--env"]}}
+    changed = [key for key, value in told.items() if "\\n" in value or value[:1] in ("'", '"')]
+    assert not changed, changed
     binds = []
     for one in given["--mount"]:
         source, target, kind, flags = one.split(":")
@@ -65,23 +74,43 @@ os.execvpe("unshare", ["unshare", *as_root, "--mount", "bash", "-c", "\\n".join(
 """
 
 
-@pytest.fixture(params=["apptainer", "enroot"])
-def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    program = tmp_path / "bin" / request.param
-    write_text(program, STAND_IN.format(python=sys.executable, log=str(tmp_path / "calls")), mode=0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return request.param
+@dataclass(frozen=True)
+class Program:
+    """What starts containers in a test, an image for it, and what has to be mounted in that."""
+
+    kind: Any
+    image: str = "/images/agent"
+    mounts: Sequence[str] = ()
 
 
-def played(kind: str, script: str, **settings: Any) -> Turn:
-    container = AgentContainerConfig(kind=kind, image="/images/agent", **settings)  # type: ignore[arg-type]
-    gym = SkyRLGymConfig(agent=AgentConfig(command=["sh", "-c", script], container=container))
+@pytest.fixture(params=["apptainer", "enroot", pytest.param("real enroot", marks=pytest.mark.containers)])
+def program(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    log, kind = tmp_path / "calls", request.param.split()[-1]
+    if request.param != "real enroot":
+        found, script = Program(kind), STAND_IN.format(python=sys.executable, log=str(log))
+    else:
+        if reason := missing("enroot", "mksquashfs", "unsquashfs", "squashfuse", "fuse-overlayfs"):
+            pytest.skip(reason)
+        found = Program(kind, str(make_image(tmp_path / "image.sqsh")), SYSTEM)
+        script = f'#!/bin/sh\necho "$*" >> {log}\nexec {shutil.which("enroot")} "$@"\n'
+    write_text(tmp_path / "bin" / kind, script, mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return found
+
+
+def played(
+    program: Program, script: str, reward: Any = "file", image: str = "", mounts: Sequence[str] = (), **settings: Any
+) -> Turn:
+    container = AgentContainerConfig(
+        kind=program.kind, image=image or program.image, mounts=[*program.mounts, *mounts], **settings
+    )
+    gym = SkyRLGymConfig(agent=AgentConfig(command=["sh", "-c", script], reward=reward, container=container))
     made = make_environment("agent", common_extras(EnvironmentConfig(skyrl_gym=gym), 4))
     assert isinstance(made, Agent)
     return made.play(MESSAGES, endpoint())
 
 
-def test_what_a_program_sees_in_a_container(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_sees_in_a_container(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("data", "out"):
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "a").write_text("seen")
@@ -92,7 +121,7 @@ def test_what_a_program_sees_in_a_container(kind: str, tmp_path: Path, monkeypat
     out = tmp_path / "out"
     script = f"env > {out}/env; pwd > {out}/pwd; cat $HPCRL_ROW > {out}/row; cat /data/a > {out}/a; ls {tmp_path} > {out}/ls; "
     script += f"! touch /data/b && {PAYS}"
-    assert played(kind, script, mounts=mounts, env=["WANTED", "NOT_THERE"]) == Turn([], 0.5, True)
+    assert played(program, script, mounts=mounts, env=["WANTED", "NOT_THERE"]) == Turn([], 0.5, True)
     variables = dict(line.partition("=")[::2] for line in (out / "env").read_text().splitlines())
     assert variables["OPENAI_API_KEY"] == KEY
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:9/v1"
@@ -108,7 +137,29 @@ def test_what_a_program_sees_in_a_container(kind: str, tmp_path: Path, monkeypat
     assert KEY not in call
 
 
-def test_a_program_that_fails_in_a_container_says_so(kind: str) -> None:
+def test_a_program_that_fails_in_a_container_says_so(program: Program) -> None:
     with pytest.raises(UserCodeError, match="exit code 7: no such tool"):
-        played(kind, "echo no such tool; exit 7", arguments=["--nv"] if kind == "apptainer" else ["--rw"])
+        played(program, "echo no such tool; exit 7", arguments=["--nv"] if program.kind == "apptainer" else ["--rw"])
     assert homes() == []
+
+
+def test_no_reward_is_made_of_a_container_that_did_not_start(program: Program) -> None:
+    """Enroot ends with 0 where it does not know an option, Apptainer with 255: neither is the program's exit code."""
+    wrong: dict[str, Any] = {"image": "/nowhere"} if program.kind == "apptainer" else {"arguments": ["--nv"]}
+    code = 255 if program.kind == "apptainer" else 0
+    with pytest.raises(UserCodeError, match=rf"its container did not start \(exit code {code}\)"):
+        played(program, "true", "exit_code", **wrong)
+    assert played(program, "exit 3", "exit_code").reward == 0.0
+    assert homes() == []
+
+
+@pytest.mark.parametrize(("value", "found"), [("a\nb", "a line break"), ('"a"', "quotes around it")])
+def test_a_variable_that_enroot_would_change_is_refused(
+    program: Program, value: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANTED", value)
+    if program.kind == "enroot":
+        with pytest.raises(ConfigError, match=rf"container\.env: the value of WANTED has {found}"):
+            played(program, "true", env=["WANTED"])
+    else:
+        assert played(program, "[ ${#WANTED} = 3 ]", "exit_code", env=["WANTED"]).reward == 1.0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.errors import ConfigError
 from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.nodes import describe_plan, make_plan
 from hpcrl.launch.pools import with_few_cores
@@ -211,14 +212,13 @@ def test_the_end_of_a_batch_script_is_begun_again_where_it_is_killed(
 
 
 def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
-    run, pool = contained(
-        tmp_path, "pyxis", "slurm.gpus_per_node=1", "slurm.container.arguments=['--no-container-mount-home']"
-    )
+    arguments = "slurm.container.arguments=['--no-container-mount-home','--container-env=SITE,MORE']"
+    run, pool = contained(tmp_path, "pyxis", "slurm.gpus_per_node=1", arguments)
     mounts = ",".join(f"{path}:{path}" for path in ["/tmp", *seen(tmp_path), "/local"]) + ",/site:/opt/site:ro"
     wanted = [
         "--container-image=/images/h.sif",
         f"--container-mounts={mounts}",
-        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,PYTHONNOUSERSITE",
+        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,PYTHONNOUSERSITE,SITE,MORE",
         "--no-container-mount-home",
     ]
     for script, module in ((run, "epilogue"), (pool, "elastic")):
@@ -226,6 +226,7 @@ def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
         at = words.index(wanted[0])
         assert words[at : at + 5] == [*wanted, "/opt/env/bin/python"]
         end = shlex.split(last(script).removesuffix(" $status"))
+        assert sum(word.startswith("--container-env") for word in words) == 1, "Slurm passes only the last one on"
         step = ["srun", "--nodelist=$SLURMD_NODENAME", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered"]
         assert end[:-1] == [*step, *wanted, "/opt/env/bin/python", "-m", f"hpcrl.launch.requeue.{module}"]
 
@@ -257,3 +258,36 @@ def test_without_a_container_it_is_the_interpreter_of_the_submitter(tmp_path: Pa
     assert f" {shlex.quote(sys.executable)} -u -m submitit.core._submit " in script
     assert last(script).startswith(f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.epilogue ")
     assert "PYTHONNOUSERSITE" not in script
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("apptainer", "a,b"), ("pyxis", "a,b"), ("pyxis", "a b")])
+def test_a_path_that_a_container_cannot_be_given_is_refused(tmp_path: Path, kind: str, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    with pytest.raises(ConfigError, match=rf"{re.escape(folder)}/\S+: .* that {kind} cannot mount"):
+        contained(tmp_path / folder, kind)
+    contained(tmp_path, kind)
+
+
+def test_apptainer_is_given_a_path_with_a_blank(tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    run, _ = contained(tmp_path / "a b", "apptainer")
+    assert f"--bind='{tmp_path}/a b/model'" in run
+
+
+def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_path: Path) -> None:
+    """Pyxis would name the container of step 0 as before, and starts none beside one that a node kept when it lost power."""
+    programs, removed = tmp_path / "bin", tmp_path / "removed"
+    programs.mkdir()
+    listed = "pyxis_70.0 pyxis_7.0 mine pyxis_7_7.4294967291"
+    enroot = f'[ $1 = list ] && printf "%s\\n" {listed} || echo "$@" >> {removed}'
+    for name, program in (("srun", 'while [ "$1" != bash ]; do shift; done; exec "$@"'), ("enroot", enroot)):
+        (programs / name).write_text(f"#!/bin/sh\n{program}\n")
+        (programs / name).chmod(0o755)
+    for script in contained(tmp_path, "pyxis"):
+        lines = script.splitlines()
+        (at,) = [index for index, line in enumerate(lines) if "SLURM_RESTART_COUNT" in line]
+        assert at < next(index for index, line in enumerate(lines) if "submitit.core._submit" in line)
+        for count in ("", "0", "1"):
+            environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count}
+            subprocess.run(["bash", "-c", lines[at]], env=environment, check=True)
+    assert removed.read_text().splitlines() == ["remove --force -- pyxis_7.0 pyxis_7_7.4294967291"] * 2
