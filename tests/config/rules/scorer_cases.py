@@ -376,6 +376,12 @@ OF_SCORERS = [
         {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
     ),
     Case(
+        "a teacher that reads the policy's tokens takes its longest sample",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.engine.max_model_len": 50},
+        f"{DISTILLATION}.engine.max_model_len", "has no effect without trainer.distillation.cross_tokenizer",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.engine.max_model_len": 50},
+    ),
+    Case(
         "micro-batches are not an engine's",
         {**TEACHER, **ENGINE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
         f"{DISTILLATION}.micro_batch_size_per_gpu", 'has no effect without trainer.distillation.backend="fsdp2" or "megatron"',
