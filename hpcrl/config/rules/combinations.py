@@ -236,6 +236,11 @@ def _critic(config: ConfigTree) -> Iterator[Problem]:
 
 def _reference(config: ConfigTree) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
+    if algorithm.use_kl_in_reward and algorithm.policy_loss_type == "cross_entropy":
+        yield Problem(
+            "trainer.algorithm.use_kl_in_reward",
+            'has no effect with trainer.algorithm.policy_loss_type="cross_entropy", which has no advantages; set use_kl_loss=true instead',
+        )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield Problem(
             "trainer.algorithm.use_kl_in_reward",

@@ -85,6 +85,12 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, "generator.sampling_params.top_k": -1},
     ),
     Case(
+        "a loss without advantages takes no penalty of a teacher",
+        {**TEACHER, f"{ALGORITHM}.policy_loss_type": "cross_entropy"},
+        f"{ALGORITHM}.policy_loss_type", "no advantages from which a divergence could be subtracted",
+        {**TEACHER, f"{ALGORITHM}.policy_loss_type": "cross_entropy", f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5},
+    ),
+    Case(
         "distributions of other tokens are not compared",
         {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.top_k": 4},
         f"{DISTILLATION}.cross_tokenizer", "has no effect",
