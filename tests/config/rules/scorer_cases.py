@@ -525,6 +525,17 @@ OF_SCORERS = [
         {GROUP: {"pairwise_judge": 1.0}, f"{COMPARING}.model": "j", f"{COMPARING}.comparisons": 3},
     ),
     Case(
+        "rubrics are graded by somebody",
+        {"environment.reward_function": {"gsm8k": 1.0, "rubric_judge": 0.5}}, f"{COMPARING}.model", "required by rubric_judge",
+        {"environment.reward_function": {"gsm8k": 1.0, "rubric_judge": 0.5}, f"{COMPARING}.model": "j"},
+    ),
+    Case(
+        "a response is graded once",
+        {"environment.reward_function": {"rubric_judge": 1.0}, GROUP: {"rank": 1.0, "rubric_judge": 0.5}, f"{COMPARING}.model": "j"},
+        GROUP, "rubric_judge grades each response already",
+        {"environment.reward_function": {"rubric_judge": 1.0}, GROUP: {"rank": 1.0, "own": 0.5}, f"{COMPARING}.model": "j"},
+    ),
+    Case(
         "comparisons are those of pairs",
         {GROUP: {"rank": 1.0}, f"{COMPARING}.comparisons": 3},
         f"{COMPARING}.comparisons", "has no effect without pairwise_judge in environment.group_reward_function",
