@@ -34,7 +34,7 @@ from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told, renewed
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.scoring.engine import engine_of_teacher
-from hpcrl.trainer.scoring.model import ScoringModel, require_fitting_teacher
+from hpcrl.trainer.scoring.model import ScoringModel, fitting_teacher
 from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.trainer.scoring.worker import Judge, ScoreWorker
 
@@ -83,8 +83,8 @@ def model_of(
     elif not scorers.engine:
         yield ScoringModel(run, config, scorers, world)
     else:
-        require_fitting_teacher(config, scorers)
-        with engine_of_teacher(config).engine_teacher(run, config, scorers, log, still_starting) as model:
+        aligner = fitting_teacher(config, scorers)
+        with engine_of_teacher(config).engine_teacher(run, config, scorers, aligner, log, still_starting) as model:
             yield model
 
 

@@ -122,7 +122,7 @@ def _maker(
     from hpcrl.envs.rewards.weighted import REWARDS
     from hpcrl.errors import ConfigError
 
-    if name in section.group_reward_function or name in GROUP_REWARDS:
+    if name in section.group_reward_function or name in GROUP_REWARDS.keys() - REWARDS.keys():
         raise ConfigError(
             f"env try: {name} compares the samples of a group; leave NAME out, with environment.group_reward_function in --config"
         )

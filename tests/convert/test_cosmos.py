@@ -450,3 +450,5 @@ def test_rewards_of_whole_groups_and_weights_from_elsewhere_are_not_lost(value: 
         conversion.unconverted.keys() & {"train.train_policy.group_reward_calculation", "policy.model_safetensor_path"}
         == lost
     )
+    if value:
+        assert "of_group(your_function)" in conflicts(conversion)["train.train_policy.group_reward_calculation"]

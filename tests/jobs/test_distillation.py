@@ -23,6 +23,7 @@ from tests.jobs.small_run import (
     trained_groups,
     wait_for,
 )
+from tests.other_tokens import write_other_tokens
 from tests.paths import CONFIGS, QUICKSTART
 from tests.processes import command_of, processes_of, variable
 
@@ -163,6 +164,28 @@ def test_a_teacher_in_an_engine_teaches_the_same(place: Path) -> None:
     for name in ("policy/final_loss", "policy/grad_norm", "distillation/reverse_kl", "distillation/divergence"):
         expected = curve(runs["ranks"], name)
         assert sorted(expected) == list(range(1, 11))
+        assert curve(runs["engine"], name) == pytest.approx(expected, rel=1e-2, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_teacher_with_other_tokens_in_an_engine_teaches_the_same(place: Path) -> None:
+    own, teacher = "trainer.distillation", place / "other_tokens"
+    write_other_tokens(teacher)
+    settings = [
+        *(*SMALL, "trainer.algorithm.use_kl_loss=false", "trainer.eval_interval=0"),
+        *(f"{own}.enable=true", f"{own}.model_path={teacher}", f"{own}.cross_tokenizer=true"),
+    ]
+    ways = {
+        "ranks": [f"{own}.fsdp_config.mixed_precision.param_dtype=fp32"],
+        "engine": [f"{own}.backend=vllm", f"{own}.engine.model_dtype=float32"],
+    }
+    runs = {name: submit(place, f"other-{name}", *settings, *more) for name, more in ways.items()}
+    for name, run in runs.items():
+        assert finish(run, 1, 900) == "done", f"{name}: {logs_of(run)}"
+    assert trained_groups(runs["engine"]) == trained_groups(runs["ranks"])
+    for name in ("policy/final_loss", "policy/grad_norm", "distillation/reverse_kl"):
+        expected = curve(runs["ranks"], name)
+        assert sorted(expected) == [1, 2, 3, 4]
         assert curve(runs["engine"], name) == pytest.approx(expected, rel=1e-2, abs=1e-4), name
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import runpy
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-import torch
-from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hpcrl.rundir.layout import Run
 from tests.jobs.small_run import curve, eval_score, hpcrl, logs_of
 from tests.jobs.test_supervised import FREE
+from tests.other_tokens import write_other_tokens
 from tests.paths import QUICKSTART
 
 STEPS = 30
@@ -314,28 +312,6 @@ def test_a_teacher_with_another_tokenizer_teaches_sorting(place: Path) -> None:
     print(f"cross_tokenizer: {before:.3f} -> {after:.3f}")
     assert before < 0.5
     assert after >= 0.9
-
-
-def write_other_tokens(path: Path) -> None:
-    """Write a model with random weights, whose tokens are not the quickstart's."""
-    made = runpy.run_path(str(QUICKSTART.parent / "quickstart" / "make.py"))
-    letters, end = made["ALPHABET"], "<|stop|>"
-    pairs = [(one, other) for one, other in pairwise(letters) if letters.index(one) % 2 == 0]
-    tokens = [made["PAD"], *made["ROLES"], *reversed(letters), *map("".join, pairs), end]
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=pairs,
-        unk_token=None,
-        pad_token=made["PAD"],
-        eos_token=end,
-        extra_special_tokens=made["ROLES"],
-        chat_template=made["TEMPLATE"].replace(made["END"], end),
-        model_max_length=256,
-    )
-    tokenizer.add_tokens([AddedToken(made["INSTRUCTION"], normalized=False)])
-    torch.manual_seed(0)
-    made["make_model"](tokenizer).save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 IPA = [

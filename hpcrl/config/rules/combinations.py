@@ -62,6 +62,7 @@ from hpcrl.config.rules.rewards import (
     environments,
     filter_metrics,
     group_rewards,
+    judges,
     one_reward_source,
     overlong,
     remote_reward,
@@ -236,6 +237,11 @@ def _critic(config: ConfigTree) -> Iterator[Problem]:
 
 def _reference(config: ConfigTree) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
+    if algorithm.use_kl_in_reward and algorithm.policy_loss_type == "cross_entropy":
+        yield Problem(
+            "trainer.algorithm.use_kl_in_reward",
+            'has no effect with trainer.algorithm.policy_loss_type="cross_entropy", which has no advantages; set use_kl_loss=true instead',
+        )
     if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
         yield Problem(
             "trainer.algorithm.use_kl_in_reward",
@@ -447,6 +453,7 @@ RULES: tuple[Rule, ...] = (
     enough_scorers,
     reward_names,
     group_rewards,
+    judges,
     filter_metrics,
     several_rewards,
     one_reward_source,

@@ -17,6 +17,7 @@ from hpcrl.config.sections.environment import (
 from hpcrl.config.sections.functions import GROUP_REWARDS, REWARDS
 from hpcrl.config.sections.tree import ConfigTree
 
+_OF_JUDGES = "pairwise_judge", "rubric_judge"
 _SCORED_LATER = "a reward model scores instead (environment.reward_model); set environment.reward_model.use_environment=true, or leave one of them out"
 
 
@@ -58,10 +59,21 @@ def group_rewards(config: ConfigTree) -> Iterator[Problem]:
             path,
             "rewards count for nothing with a teacher alone; set trainer.distillation.use_rewards=true, or leave the group rewards out",
         )
-    judge = environment.skyrl_gym.llm_as_a_judge
-    if "pairwise_judge" in environment.group_reward_function and judge.model is None:
+
+
+def judges(config: ConfigTree) -> Iterator[Problem]:
+    """Rewards of a judge model, which somebody serves."""
+    environment = config.environment
+    own = {**environment.reward_weights("train"), **environment.skyrl_gym.agent.reward_function}
+    grouped = environment.group_reward_function
+    named = [name for name in _OF_JUDGES if name in {**own, **environment.eval_reward_function, **grouped}]
+    if named and environment.skyrl_gym.llm_as_a_judge.model is None:
+        path = "environment.skyrl_gym.llm_as_a_judge.model"
+        yield Problem(path, f"required by {named[0]}: the judge's name at its server")
+    if both := [name for name in _OF_JUDGES if name in own and name in grouped]:
         yield Problem(
-            "environment.skyrl_gym.llm_as_a_judge.model", "required by pairwise_judge: the judge's name at its server"
+            "environment.group_reward_function",
+            f"{both[0]} grades each response already, as its own reward; leave one of them out",
         )
 
 

@@ -57,10 +57,24 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         )
     if distillation.cross_tokenizer:
         yield from _other_tokens(config)
+    yield from _without_advantages(config)
     if not distillation.use_rewards and config.trainer.critic.model.path is not None:
         yield Problem(
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
+        )
+
+
+def _without_advantages(config: ConfigTree) -> Iterator[Problem]:
+    distillation = config.trainer.distillation
+    subtracts = (
+        distillation.kl_penalty_coef and distillation.loss_weight < 1 and not distillation.self_teacher.wrong_hints
+    )
+    if subtracts and config.trainer.algorithm.policy_loss_type == "cross_entropy":
+        yield Problem(
+            "trainer.algorithm.policy_loss_type",
+            'expected another than "cross_entropy" with a teacher: it has no advantages from which a divergence could be subtracted; choose '
+            f'"importance_sampling", or set {_TEACHER}.kl_penalty_coef=0 and loss_weight',
         )
 
 

@@ -37,6 +37,7 @@ _IN_ENGINE = when(
     test=lambda backend: backend not in IN_RANKS,
     needs='trainer.distillation.backend="vllm" or another engine',
 )
+_ALIGNED = when("trainer.distillation.cross_tokenizer")
 _OWN_TEACHER = when(
     "trainer.distillation.self_teacher.model",
     test=lambda model: model is None,
@@ -81,6 +82,9 @@ class TeacherEngineConfig:
 
     max_num_batched_tokens: int = setting(4096, range=COUNT)
     """Tokens per forward pass; each takes room for the logits of the whole vocabulary, several times. Raised to the longest sample where prompts are read whole, without GPUs."""
+
+    max_model_len: int | None = setting(None, range=COUNT, used_by=_ALIGNED)
+    """Longest sample that the engine takes, in the teacher's tokens; a longer one gets no score. Unset: twice the policy's longest sample, at most the teacher's own longest context."""
 
     gpu_memory_utilization: float = setting(0.8, range=SHARE_ABOVE_0)
     """Share of a GPU's memory that the engine may use; no effect on CPU."""
@@ -154,9 +158,7 @@ class DistillationConfig:
     precomputed_logprobs: Location | None = setting(None, used_by=SFT, on_change=SAME_NUMBERS)
     """Directory that `hpcrl score` wrote, with what the teacher says of the rows of data.train_data: trainer.mode="sft" reads that, and loads no teacher."""
 
-    cross_tokenizer: bool = setting(
-        False, used_by=(_with(*IN_RANKS), when(".top_k", 0), _OWN_TEACHER, RL), on_change=SAME_NUMBERS
-    )
+    cross_tokenizer: bool = setting(False, used_by=(when(".top_k", 0), _OWN_TEACHER, RL), on_change=SAME_NUMBERS)
     """Let the teacher read samples in its own tokens, where its tokenizer is another than the policy's. Log-probabilities of sampled tokens are compared over the shortest texts of whole tokens of both (arXiv:2606.09456)."""
 
     backend: str = setting("fsdp2", used_by=(_OWN_TEACHER, RL), on_change=SAME_NUMBERS)

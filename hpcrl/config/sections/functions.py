@@ -69,6 +69,7 @@ REWARDS: dict[str, Named] = {
     "by_data_source": Named("the reward that belongs to the row's `data_source`, as verl's default_compute_score chooses its score", ()),
     "format": Named("1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else, else 0", ()),
     "overlong": Named("a penalty on a response that ends in the last `buffer_length` tokens, from 0 down to -penalty_factor", ()),
+    "rubric_judge": Named("the grade of a response by a judge model, from 0 to 1", ()),
     "redness": Named("how much redder a picture is than it is green and blue, from -1 to 1", ()),
     "brightness": Named("the mean luma of a picture, from 0 to 1", ()),
     "symmetry": Named("how alike a picture and its mirror image are, left and right exchanged, from 0 to 1", ()),
@@ -82,6 +83,7 @@ GROUP_REWARDS: dict[str, Named] = {
     "distinct": Named("the share of each answer's different three-word sequences that no other answer of the group has, from 0 to 1", ()),
     "short": Named("what each sample's tokens are worth beside the others' (Kimi k1.5, arXiv:2501.12599)", ()),
     "pairwise_judge": Named("the share of comparisons with others of its group that each sample wins by a judge model, a draw counting half", ()),
+    "rubric_judge": Named("the grade of each sample's whole conversation by a judge model, from 0 to 1", ()),
 }
 
 KlEstimator = Literal["k1", "k2", "k3", "abs",]

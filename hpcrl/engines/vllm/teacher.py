@@ -13,18 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from hpcrl.algorithms.distillation import spread_over_spans
 from hpcrl.config import Config, InferenceEngineConfig
 from hpcrl.config.scorers import ScorerSet
 from hpcrl.config.sections.distillation import TeacherEngineConfig
 from hpcrl.config.token_limits import longest_sample
+from hpcrl.data.alignment import TokenAligner
 from hpcrl.data.group_file import read_group
+from hpcrl.data.model_config import longest_input
 from hpcrl.data.score_file import RowScores
 from hpcrl.engines.vllm.client import EngineClient
 from hpcrl.engines.vllm.server import Server, ServerOptions
-from hpcrl.errors import EngineError, RefusedRequestError
+from hpcrl.errors import DataError, EngineError, RefusedRequestError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.trainer.models.build import scorer_source
+from hpcrl.trainer.scoring.aligned import Spans, in_teacher_tokens
 from hpcrl.types import GroupMeta, Row
 
 log = logging.getLogger(__name__)
@@ -36,10 +42,11 @@ class EngineTeacher:
     Args:
         run: whose samples are scored.
         top_k: most probable tokens in the place of each trained token that it names; 0: none.
+        aligner: writes rows in the teacher's tokens; None: it reads the policy's own.
     """
 
-    def __init__(self, run: Run, server: Server, top_k: int) -> None:
-        self._run, self._server, self._top_k = run, server, top_k
+    def __init__(self, run: Run, server: Server, top_k: int, aligner: TokenAligner | None = None) -> None:
+        self._run, self._server, self._top_k, self._aligner = run, server, top_k, aligner
 
     def scores(self, groups: Sequence[GroupMeta], before: Callable[[], None]) -> dict[str, list[RowScores]]:
         """Return the scores of the groups' rows, by group id; as ScoringModel.scores.
@@ -58,14 +65,18 @@ class EngineTeacher:
         assert isinstance(engine, EngineClient)
 
         async def score(row: Row) -> RowScores:
+            shown, spans = row, None
             try:
-                found = await engine.prompt_logprobs(row.token_ids.tolist(), self._top_k)
-            except RefusedRequestError as error:
+                if self._aligner is not None:
+                    shown, spans = in_teacher_tokens(self._aligner, row.token_ids, row.loss_mask)
+                found = await engine.prompt_logprobs(shown.token_ids.tolist(), self._top_k)
+            except (DataError, RefusedRequestError) as error:
                 log.warning("a row of %d tokens has no scores: %s", len(row.token_ids), error)
                 return _no_scores(len(row.token_ids), self._top_k)
             finally:
                 before()
-            return row_scores(row, found, self._top_k)
+            scores = row_scores(shown, found, self._top_k)
+            return scores if spans is None else _of_policy(row, scores, spans)
 
         try:
             rows = {one.group_id: read_group(self._run.inside(one.path), None, one) for one in groups}
@@ -100,6 +111,13 @@ def row_scores(row: Row, said: Sequence[Mapping[str, Any] | None], top_k: int) -
     return RowScores(logprobs_T, ids_TK, top_TK) if top_k else RowScores(logprobs_T)
 
 
+def _of_policy(row: Row, scores: RowScores, spans: Spans) -> RowScores:
+    """Return the scores of the policy's tokens, from those of the row in the teacher's."""
+    own_T = torch.from_numpy(row.rollout_logprobs).roll(-1)
+    logprobs_T = spread_over_spans(own_T, torch.from_numpy(scores.logprobs), *spans).numpy()
+    return RowScores(logprobs_T) if np.isfinite(logprobs_T).all() else _no_scores(len(logprobs_T), 0)
+
+
 def _no_scores(length: int, top_k: int) -> RowScores:
     """Return the scores of a row that could not be scored: NaN, by which its sample counts as failed."""
     top_TK = np.zeros((length, top_k), np.float32)
@@ -112,7 +130,9 @@ _NEVER = -9000.0
 
 def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEngineConfig) -> ServerOptions:
     """Return what the engine of a teacher serves."""
-    trainer, longest = config.trainer, longest_sample(config) + 1  # it generates one token, which is ignored
+    trainer, longest = config.trainer, longest_sample(config)
+    if trainer.distillation.cross_tokenizer:
+        longest = own.max_model_len or _in_its_tokens(config, scorers, longest)
     return ServerOptions(
         model=scorers.model,
         engine=InferenceEngineConfig(
@@ -123,7 +143,7 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
         ),
         memory_share=own.gpu_memory_utilization,
         seed=trainer.seed,
-        max_model_len=longest,
+        max_model_len=longest + 1,  # it generates one token, which is ignored
         on_cpu=config.slurm.gpus == 0,
         run_name=run.name,
         token_file=run.token,
@@ -132,13 +152,25 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
     )
 
 
+def _in_its_tokens(config: Config, scorers: ScorerSet, longest: int) -> int:
+    """Return for how many of a teacher's tokens there is room, where samples have `longest` of the policy's at most."""
+    context = longest_input(scorer_source(config.trainer, scorers).config())
+    return 2 * longest if context is None else max(longest, min(2 * longest, context - 1))
+
+
 @contextmanager
 def engine_teacher(
-    run: Run, config: Config, scorers: ScorerSet, log: Path, still_waiting: Callable[[], None]
+    run: Run,
+    config: Config,
+    scorers: ScorerSet,
+    aligner: TokenAligner | None,
+    log: Path,
+    still_waiting: Callable[[], None],
 ) -> Iterator[EngineTeacher]:
     """Run the teacher of one scorer within the `with` statement, once its engine is ready.
 
     Args:
+        aligner: as of EngineTeacher.
         log: file of what the engine's own processes say.
         still_waiting: called now and then while it starts.
     """
@@ -150,6 +182,6 @@ def engine_teacher(
         stack.callback(server.stop)
         try:
             server.wait_ready(own.start_timeout_seconds, still_waiting)
-            yield EngineTeacher(run, server, config.trainer.distillation.top_k)
+            yield EngineTeacher(run, server, config.trainer.distillation.top_k, aligner)
         except EngineError as error:
             raise error if server.alive() else server.failure("ended") from error

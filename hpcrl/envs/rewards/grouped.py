@@ -11,6 +11,7 @@ from hpcrl.envs.base import finite, user_code
 from hpcrl.envs.rewards.answers import after_thought
 from hpcrl.envs.rewards.pairwise import pairwise_judge
 from hpcrl.envs.rewards.response import GroupSample
+from hpcrl.envs.rewards.rubric import rubric_judge_of_each
 from hpcrl.errors import UserCodeError
 
 _SETTING = "environment.group_reward_function"
@@ -122,6 +123,7 @@ GROUP_REWARDS: dict[str, GroupReward] = {
     "distinct": distinct,
     "short": short,
     "pairwise_judge": pairwise_judge,
+    "rubric_judge": rubric_judge_of_each,
 }
 
 

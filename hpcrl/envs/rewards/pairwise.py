@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.rewards.response import GroupSample
+from hpcrl.envs.rewards.rubric import whole_answer
 from hpcrl.envs.tools.judge import JudgeModel, as_text, at_once, rubric_of
 
 _NAME = "pairwise_judge"
@@ -66,8 +67,7 @@ def _first_wins(judge: JudgeModel, rubric: str, first: GroupSample, second: Grou
     mark = secrets.token_hex(8)  # not to be guessed, so that no answer can end itself and go on as the judge's
     question = f"The conversation:\n\n{as_text(first.messages)}"
     for number, sample in enumerate((first, second), 1):
-        answer = sample.text if len(sample.conversation) < 2 else as_text(sample.conversation)
-        question += f"\n\nAnswer {number}:\n\n[{mark}]\n{answer}\n[{mark}]"
+        question += f"\n\nAnswer {number}:\n\n[{mark}]\n{whole_answer(sample)}\n[{mark}]"
     expected = "an answer that ends with `Better: 1`, `Better: 2` or `Better: same`"
     return judge.ask(_INSTRUCTIONS.format(mark=mark, rubric=rubric), question, _verdict, expected)
 

@@ -13,6 +13,7 @@ from hpcrl.envs.rewards.boxed import boxed_math
 from hpcrl.envs.rewards.images import brightness, redness, symmetry
 from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
 from hpcrl.envs.rewards.response import Response, Reward, ground_truth
+from hpcrl.envs.rewards.rubric import rubric_judge
 from hpcrl.envs.rewards.tags import answer_in, single_choice, well_formed
 from hpcrl.errors import DataError
 
@@ -61,6 +62,7 @@ REWARDS: dict[str, Reward] = {
     "by_data_source": by_data_source,
     "format": well_formed,
     "overlong": overlong,
+    "rubric_judge": rubric_judge,
     "redness": redness,
     "brightness": brightness,
     "symmetry": symmetry,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from hpcrl.algorithms.distillation import spread_over_spans
@@ -18,6 +19,7 @@ from hpcrl.types import Row
 log = logging.getLogger(__name__)
 
 Passes = Callable[[MicroBatchStream], Iterable[tuple[torch.Tensor, ...]]]
+Spans = tuple[torch.Tensor, torch.Tensor]
 
 
 def outputs(parts: Sequence[range], passes: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
@@ -65,22 +67,34 @@ def aligned_scores(
     return [found_P]
 
 
-def _aligned(
-    aligner: TokenAligner, samples: PackedRows, at: int
-) -> tuple[Row[torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]:
-    """Return a packed row in the teacher's tokens, and the spans of the tokens of both, shifted as packing shifts; None: it cannot be aligned."""
+def in_teacher_tokens(aligner: TokenAligner, token_ids: np.ndarray, mask_T: np.ndarray) -> tuple[Row, Spans]:
+    """Return a row of T tokens in the teacher's U tokens, and the spans that `spread_over_spans` takes.
+
+    Args:
+        token_ids, mask_T: [T] of the policy's tokens; the mask is above 0 where they are trained.
+
+    Returns:
+        The row, whose loss mask has the tokens of spans. Spans are [T] and [U], shifted as packing shifts: entry t is of token t + 1.
+
+    Raises:
+        DataError: the teacher's tokens write another text.
+    """
+    found = aligner.align(token_ids.tolist(), mask_T.tolist())
+    spans = torch.from_numpy(found.spans_T).roll(-1), torch.from_numpy(found.spans_U).roll(-1)
+    return _row(found.token_ids, (found.spans_U >= 0).astype(np.float32)), spans
+
+
+def _aligned(aligner: TokenAligner, samples: PackedRows, at: int) -> tuple[Row, Spans | None]:
+    """Return a packed row in the teacher's tokens, and its spans; None: it cannot be aligned."""
     tokens = samples.tokens_of(range(at, at + 1))
     mask_T = samples.loss_mask[tokens].roll(1)
     try:
-        found = aligner.align(samples.token_ids[tokens].tolist(), mask_T.tolist())
+        return in_teacher_tokens(aligner, samples.token_ids[tokens].numpy(), mask_T.numpy())
     except DataError as error:
         log.warning("a row of %d tokens has no scores: %s", len(mask_T), error)
-        return _row(samples.token_ids.new_zeros(1), torch.zeros(1)), None
-    spans_T, spans_U = torch.from_numpy(found.spans_T), torch.from_numpy(found.spans_U)
-    row = _row(torch.from_numpy(found.token_ids), (spans_U >= 0).float())
-    return row, (spans_T.roll(-1), spans_U.roll(-1))
+        return _row(np.zeros(1, np.int64), np.zeros(1, np.float32)), None
 
 
-def _row(token_ids: torch.Tensor, loss_mask: torch.Tensor) -> Row[torch.Tensor]:
-    zeros = torch.zeros_like(loss_mask)
-    return Row(token_ids, loss_mask, zeros, zeros.int(), zeros, stop_reason="stop")
+def _row(token_ids: np.ndarray, loss_mask: np.ndarray) -> Row:
+    zeros = np.zeros_like(loss_mask)
+    return Row(token_ids, loss_mask, zeros, zeros.astype(np.int32), zeros, stop_reason="stop")

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 from hpcrl.config import Config
 from hpcrl.config.backend import teacher_backend
 from hpcrl.config.scorers import ScorerSet
+from hpcrl.data.alignment import TokenAligner
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.scoring.worker import Judge
 
@@ -18,11 +19,18 @@ class TeacherBackend(Protocol):
     """The module `teacher` of an engine that returns the log-probabilities of prompts."""
 
     def engine_teacher(
-        self, run: Run, config: Config, scorers: ScorerSet, log: Path, still_waiting: Callable[[], None]
+        self,
+        run: Run,
+        config: Config,
+        scorers: ScorerSet,
+        aligner: TokenAligner | None,
+        log: Path,
+        still_waiting: Callable[[], None],
     ) -> AbstractContextManager[Judge]:
         """Have the teacher of one scorer within the `with` statement, once its engine is ready.
 
         Args:
+            aligner: writes samples in the teacher's tokens (`in_teacher_tokens` of hpcrl/trainer/scoring/aligned.py); None: it reads the policy's.
             log: file of what the engine's own processes say.
             still_waiting: called now and then while it starts.
 

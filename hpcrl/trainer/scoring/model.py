@@ -13,7 +13,7 @@ from hpcrl.config import Config
 from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.token_limits import micro_batch_tokens
-from hpcrl.data.alignment import aligner_of
+from hpcrl.data.alignment import TokenAligner, aligner_of
 from hpcrl.data.score_file import RowScores
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
@@ -136,12 +136,20 @@ def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowSco
     return RowScores(logprobs_T.numpy(), ids_TK.masked_fill(~trained[:, None], -1).int().numpy(), top_TK.numpy())
 
 
-def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
-    """Check that an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
+def fitting_teacher(config: Config, scorers: ScorerSet) -> TokenAligner | None:
+    """Return what writes samples in the tokens of an engine's teacher; None: it reads the policy's own tokens.
+
+    Raises:
+        DataError: it cannot judge the policy's tokens.
+    """
     trainer, source = config.trainer, scorer_source(config.trainer, scorers)
-    require_same_vocabulary(scorers.model, trainer.policy.model.pretrained, config)
+    policy = trainer.policy.model.pretrained
+    if trainer.distillation.cross_tokenizer:
+        return aligner_of(policy, scorers.model, config.generator.chat_template)
+    require_same_vocabulary(scorers.model, policy, config)
     vocabulary = policy_source(trainer).config().get_text_config().vocab_size
     require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
+    return None
 
 
 def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Config) -> None:

@@ -85,6 +85,12 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, "generator.sampling_params.top_k": -1},
     ),
     Case(
+        "a loss without advantages takes no penalty of a teacher",
+        {**TEACHER, f"{ALGORITHM}.policy_loss_type": "cross_entropy"},
+        f"{ALGORITHM}.policy_loss_type", "no advantages from which a divergence could be subtracted",
+        {**TEACHER, f"{ALGORITHM}.policy_loss_type": "cross_entropy", f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5},
+    ),
+    Case(
         "distributions of other tokens are not compared",
         {**TEACHER, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.top_k": 4},
         f"{DISTILLATION}.cross_tokenizer", "has no effect",
@@ -376,6 +382,12 @@ OF_SCORERS = [
         {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
     ),
     Case(
+        "a teacher that reads the policy's tokens takes its longest sample",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.engine.max_model_len": 50},
+        f"{DISTILLATION}.engine.max_model_len", "has no effect without trainer.distillation.cross_tokenizer",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.cross_tokenizer": True, f"{DISTILLATION}.engine.max_model_len": 50},
+    ),
+    Case(
         "micro-batches are not an engine's",
         {**TEACHER, **ENGINE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
         f"{DISTILLATION}.micro_batch_size_per_gpu", 'has no effect without trainer.distillation.backend="fsdp2" or "megatron"',
@@ -511,6 +523,17 @@ OF_SCORERS = [
         "pairs are compared by somebody",
         {GROUP: {"pairwise_judge": 1.0}}, f"{COMPARING}.model", "required by pairwise_judge",
         {GROUP: {"pairwise_judge": 1.0}, f"{COMPARING}.model": "j", f"{COMPARING}.comparisons": 3},
+    ),
+    Case(
+        "rubrics are graded by somebody",
+        {"environment.reward_function": {"gsm8k": 1.0, "rubric_judge": 0.5}}, f"{COMPARING}.model", "required by rubric_judge",
+        {"environment.reward_function": {"gsm8k": 1.0, "rubric_judge": 0.5}, f"{COMPARING}.model": "j"},
+    ),
+    Case(
+        "a response is graded once",
+        {"environment.reward_function": {"rubric_judge": 1.0}, GROUP: {"rank": 1.0, "rubric_judge": 0.5}, f"{COMPARING}.model": "j"},
+        GROUP, "rubric_judge grades each response already",
+        {"environment.reward_function": {"rubric_judge": 1.0}, GROUP: {"rank": 1.0, "own": 0.5}, f"{COMPARING}.model": "j"},
     ),
     Case(
         "comparisons are those of pairs",

@@ -193,6 +193,12 @@ SKYRL = [
         {f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
     ),
     Case(
+        "a loss without advantages takes no KL in the reward",
+        {f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL, f"{ALGORITHM}.policy_loss_type": "cross_entropy"},
+        f"{ALGORITHM}.use_kl_in_reward", "has no effect with trainer.algorithm.policy_loss_type",
+        {f"{ALGORITHM}.policy_loss_type": "cross_entropy"},
+    ),
+    Case(
         "pairs are compared by their log-ratios to the reference",
         {f"{ALGORITHM}.advantage_estimator": "online_dpo", f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
         f"{ALGORITHM}.advantage_estimator", 'use_kl_in_reward=true, kl_estimator_type="k1" and kl_ctrl.type="fixed"',

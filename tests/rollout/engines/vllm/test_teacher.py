@@ -10,15 +10,27 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.scorers import scorer_sets
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.config.token_limits import longest_sample
+from hpcrl.data.alignment import TokenAligner
+from hpcrl.data.score_file import RowScores
+from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.engines.vllm.server import Server
 from hpcrl.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
 from hpcrl.launch.nodes import make_plan
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rundir.commit import write_text
-from hpcrl.trainer.scoring.model import ScoringModel
-from hpcrl.types import Row
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.scoring.model import ScoringModel, fitting_teacher
+from hpcrl.types import Batch, Row
+from tests.data.chat.forms import CHATML, made
+from tests.other_tokens import write_other_tokens
 from tests.paths import QUICKSTART
 from tests.rollout.conftest import WithEngine
+from tests.rollout.material import MAX_MODEL_LEN
+from tests.rows import read_tensors
+from tests.trainer.material import QUICKSTART as MODEL
 from tests.trainer.material import make_batch, make_run, world_of_one
 
 SECTION = "trainer.distillation"
@@ -44,8 +56,7 @@ def test_an_engine_says_what_fsdp2_says(top_k: int, awake: Server, models: list[
     config = Config.from_toml([QUICKSTART], [*settings, fp32])
     write_text(run.config, config.to_toml())
     batch = make_batch(run, 1, groups=3, size=3)
-    with world_of_one() as world:  # for this test alone: others of this process have their own
-        expected = ScoringModel(run, config, scorer_sets(config)[0], world).scores(batch.groups, lambda: None)
+    expected = of_ranks(run, config, batch)
     beats = list[int]()
     found = EngineTeacher(run, awake, top_k).scores(batch.groups, lambda: beats.append(1))
     assert len(beats) == 9
@@ -64,10 +75,60 @@ def test_an_engine_says_what_fsdp2_says(top_k: int, awake: Server, models: list[
                 assert own.top_ids is None
 
 
-def test_a_row_that_the_engine_refuses_has_failed(awake: Server, tmp_path: Path) -> None:
+def of_ranks(run: Run, config: Config, batch: Batch) -> dict[str, list[RowScores]]:
+    with world_of_one() as world:  # for this call alone: others of this process have their own
+        return ScoringModel(run, config, scorer_sets(config)[0], world).scores(batch.groups, lambda: None)
+
+
+def test_an_engine_reads_samples_in_its_own_tokens(awake: Server, models: list[Path], tmp_path: Path) -> None:
+    write_other_tokens(tmp_path / "policy")
+    run, fp32 = make_run(tmp_path / "run"), f"{SECTION}.fsdp_config.mixed_precision.param_dtype=fp32"
+    own = [OFF, f"{SECTION}.enable=true", f"{SECTION}.cross_tokenizer=true", f"{SECTION}.model_path={models[0]}"]
+    config = Config.from_toml([QUICKSTART], [*own, f"trainer.policy.model.path={tmp_path / 'policy'}", fp32])
+    write_text(run.config, config.to_toml())
+    batch = make_batch(run, 1, groups=3, size=3)
+    expected = of_ranks(run, config, batch)
+    aligner = fitting_teacher(config, scorer_sets(config)[0])
+    assert aligner is not None
+    found = EngineTeacher(run, awake, 0, aligner).scores(batch.groups, lambda: None)
+    assert found.keys() == expected.keys()
+    longer = 0
+    for meta in batch.groups:
+        for row, one, theirs in zip(
+            read_tensors(run.path / meta.path), found[meta.group_id], expected[meta.group_id], strict=True
+        ):
+            assert (theirs.logprobs != 0).sum() == row.loss_mask.sum() > 1
+            np.testing.assert_allclose(one.logprobs, theirs.logprobs, atol=1e-4)
+            aligned = aligner.align(row.token_ids.tolist(), row.loss_mask.tolist())
+            longer += len(aligned.token_ids) > len(row.token_ids)
+    assert longer > 3, "tokens of two letters are two of the teacher's"
+
+
+def test_there_is_room_for_samples_in_other_tokens(models: list[Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    settings = [OFF, f"{SECTION}.enable=true", f"{SECTION}.model_path={models[0]}", f"{SECTION}.backend=vllm"]
+    settings.append(f"{SECTION}.cross_tokenizer=true")
+
+    def room(*more: str) -> int:
+        config = Config.from_toml([QUICKSTART], [*settings, *more])
+        own, (scorers,) = config.trainer.distillation, scorer_sets(config)
+        return teacher_options(run, config, scorers, own.engine).max_model_len - 1
+
+    longest = longest_sample(Config.from_toml([QUICKSTART]))
+    assert room() == 2 * longest < MAX_MODEL_LEN
+    assert room("trainer.max_prompt_length=500") == MAX_MODEL_LEN - 1
+    assert room("trainer.max_prompt_length=900") == 908, "as for a teacher that reads the policy's tokens"
+    assert room(f"{SECTION}.engine.max_model_len=70") == 70
+
+
+@pytest.mark.parametrize("refuses", ["engine", "aligner"])
+def test_a_row_that_is_refused_has_failed(refuses: str, awake: Server, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (group,) = make_batch(run, 1, groups=1, size=1).groups
-    teacher = EngineTeacher(run, awake, 100_000)
+    theirs = load_tokenizer(Pretrained(str(MODEL)), ChatTemplateConfig())
+    unlike = TokenAligner(made("bytes", CHATML, "<|im_end|>"), theirs, "the teacher")
+    of_each = {"engine": (100_000, None), "aligner": (0, unlike)}
+    teacher = EngineTeacher(run, awake, *of_each[refuses])
     scored = list[None]()
     ((found,),) = teacher.scores([group], lambda: scored.append(None)).values()
     assert np.isnan(found.logprobs).all()

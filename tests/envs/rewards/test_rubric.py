@@ -1,0 +1,75 @@
+"""Rubrics as rewards with a weight: a judge grades responses beside other rewards, and whole samples beside their environment's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.sections.environment import LLMJudgeConfig, SkyRLGymConfig
+from hpcrl.envs.rewards.grouped import WeightedGroupRewards
+from hpcrl.envs.rewards.response import GroupSample, Response
+from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.errors import DataError
+from tests.envs.server import Asked, serving
+from tests.envs.tasks.test_llm_judge import chat
+
+PROMPT = [{"role": "user", "content": "2 + 2?"}]
+CRITERIA = [{"criterion": "It is polite.", "weight": 3}, {"criterion": "It is short."}]
+ANSWER = re.compile(r"The answer:\n\n\[(\w+)\]\n(.*)\n\[\1\]", re.DOTALL)
+
+
+def environment(url: str, **custom: Any) -> EnvironmentConfig:
+    judge = LLMJudgeConfig(model="judge-7b", base_url=url)
+    return EnvironmentConfig(skyrl_gym=SkyRLGymConfig(llm_as_a_judge=judge), custom=custom)
+
+
+def by_length(asked: Asked) -> tuple[int, Any]:
+    """Grade politeness by a word, and shortness by letters."""
+    system, user = (message["content"] for message in asked.json["messages"])
+    (_, answer), *others = ANSWER.findall(user)
+    assert not others
+    grade = float("please" in answer) if "polite" in system else 1 / len(answer)
+    return 200, chat(f"Reasons.\nFinal grade: {grade:.3f}")
+
+
+def test_a_rubric_counts_beside_a_rule() -> None:
+    response = Response(text="#### 4", ground_truth="4", messages=PROMPT, extras={"rubric": CRITERIA})
+    with serving(by_length) as server:
+        rewards = WeightedRewards("", {"gsm8k": 1.0, "rubric_judge": 0.5}, environment(server.url))
+        turn = rewards(response)
+    assert turn.metrics == {"gsm8k": 1.0, "rubric_judge": pytest.approx((0 * 3 + 0.167) / 4)}
+    assert turn.reward == pytest.approx(1 + 0.5 * 0.167 / 4)
+    assert all("user: 2 + 2?" in asked.json["messages"][1]["content"] for asked in server.asked)
+
+
+def test_a_response_without_a_rubric_is_compared_with_the_ground_truth() -> None:
+    with serving(lambda _: (200, chat("Final grade: 0.5"))) as server:
+        rewards = WeightedRewards("", {"rubric_judge": 1.0}, environment(server.url))
+        assert rewards(Response(text="4", ground_truth=4, messages=PROMPT)).reward == 0.5
+    (asked,) = server.asked
+    assert "the right answer is: 4" in asked.json["messages"][0]["content"]
+
+
+def test_each_sample_of_a_group_is_graded_whole() -> None:
+    talk = [{"role": "assistant", "content": "4, please"}, {"role": "user", "content": "And?"}]
+    group = [
+        GroupSample(text="4", reward=1.0, messages=PROMPT, conversation=[{"role": "assistant", "content": "4"}]),
+        GroupSample(text="x", reward=0.0, messages=PROMPT, conversation=[*talk, {"role": "assistant", "content": "x"}]),
+        GroupSample(text="22", reward=0.5, messages=PROMPT),
+    ]
+    with serving(by_length) as server:
+        rewards = WeightedGroupRewards({"own": 1.0, "rubric_judge": 0.5}, environment(server.url, rubric=CRITERIA))
+        first, second, third = (found["rubric_judge"] for found in rewards(group))
+    whole = len("assistant: 4, please\n\nuser: And?\n\nassistant: x")
+    expected = [1 / 4, (3 + round(1 / whole, 3)) / 4, 0.5 / 4]
+    assert [first, second, third] == pytest.approx(expected), "also the polite beginning of the second one counts"
+    assert len(server.asked) == 6
+    assert rewards.added({"own": 9.0, "rubric_judge": 0.5}) == 0.25
+
+
+def test_a_rubric_without_points_names_the_reward() -> None:
+    with pytest.raises(DataError, match=r"reward 'rubric_judge': .*with a weight above 0"):
+        WeightedRewards("", {"rubric_judge": 1.0}, environment("http://x", rubric=[3]))(Response(text="4"))
