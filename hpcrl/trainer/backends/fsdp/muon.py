@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from hpcrl.trainer.backends.fsdp.sharding import local
-from hpcrl.trainer.backends.orthogonal import SharedMatrix, orthogonal, orthogonal_among, scale, with_momentum
+from hpcrl.trainer.backends.orthogonal import Place, SharedMatrix, orthogonal, orthogonal_among, scale, with_momentum
 
 _LAYERS = nn.ModuleList, nn.Sequential
 
@@ -125,7 +126,9 @@ def _shared(tensor: Any, ranks: int) -> SharedMatrix:
     shape[along] = rows = tensor.shape[along]
     each = -(-rows // ranks)
     begins = [min(rows, number * each) for number in range(ranks + 1)]
-    places = [[[(0, length) for length in shape]] for _ in range(ranks)]
-    for number, (place,) in enumerate(places):
-        place[along] = begins[number], begins[number + 1] - begins[number]
+    places = list[list[Place]]()
+    for begin, end in pairwise(begins):
+        place = [(0, length) for length in shape]
+        place[along] = begin, end - begin
+        places.append([place])
     return SharedMatrix(shape, places)
