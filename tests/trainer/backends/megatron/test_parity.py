@@ -56,7 +56,7 @@ GROUPS = {
     "head": {"match": "lm_head", "lr_factor": 2.0, "weight_decay": 20.0},
 }
 MUON_GROUPS = {"attention": {"match": r"self_attn\.\w+_proj", "lr_factor": 0.5, "weight_decay": 1.0}}
-MUON_LR = 1e-4  # a bit of bfloat16 that rounding moves is as much of the step
+MUON_LR = 2e-4  # a bit of bfloat16 that rounding moves is as much of the step
 FIRST_STAGE = r"embed_tokens|layers\.[01]\."
 
 # what one rank of FSDP2 does: the section of the trainer, models
