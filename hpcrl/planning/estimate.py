@@ -189,6 +189,8 @@ def _of_stage(
 ) -> Need:
     trainer, sizes = config.trainer, config.trainer.policy.megatron_config
     bf16, options = sizes.dtype != "fp32", sizes.optimizer_config_kwargs
+    section = trainer.critic if role == "critic" else trainer.policy
+    by_muon = part.dense_matrices, part.expert_matrices
     need = megatron_state(
         part.dense,
         part.experts,
@@ -200,6 +202,7 @@ def _of_stage(
         offloaded=options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0,
         frozen=part.frozen,
         twice=role == "policy" and trainer.reference_has_values,
+        by_muon=by_muon if section.optimizer_config.name == "Muon" else (0, 0),
     )
     tokens, layers = largest_micro_batch(config), layers_of_stages(shapes.width.layers, sizes)
     assert layers is not None

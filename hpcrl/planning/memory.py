@@ -222,6 +222,7 @@ def megatron_state(
     offloaded: float = 0.0,
     frozen: int = 0,
     twice: bool = False,
+    by_muon: tuple[int, int] = (0, 0),
 ) -> Need:
     """Return the bytes of a model's state with Megatron-core on a rank.
 
@@ -235,17 +236,20 @@ def megatron_state(
         offloaded: share of the optimizer's state in host memory.
         frozen: parameters that are not trained.
         twice: whether what is trained is there once more, as it is in the reference.
+        by_muon: how many of `dense` and of `experts` Muon moves, which have one moment in place of two.
     """
     size = 2 if bf16 else 4
     gradient = 4 if fp32_gradients else size
     state = 4 * _MOMENTS + (4 if bf16 else 0)
-    divided = [
-        -(-count // (ranks if distributed else 1)) for count, ranks in ((dense, copies), (experts, expert_copies))
-    ]
+    sharing = (copies, expert_copies) if distributed else (1, 1)
+    own, of_muon = (
+        sum(-(-count // ranks) for count, ranks in zip(counts, sharing, strict=True))
+        for counts in ((dense, experts), by_muon)
+    )
     return Need(
         weights=size * ((1 + twice) * (dense + experts) + frozen),
         gradients=gradient * (dense + experts),
-        optimizer=round(state * sum(divided) * (1 - offloaded)),
+        optimizer=round((state * own - 4 * of_muon) * (1 - offloaded)),
         stays=True,
     )
 

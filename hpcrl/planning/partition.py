@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -33,11 +34,14 @@ class StageParameters:
     Attributes:
         dense, experts: trained parameters without experts, and of experts, which other ranks share.
         frozen: those that are not.
+        dense_matrices, expert_matrices: those of dense and of experts that Muon moves.
     """
 
     dense: int
     experts: int
     frozen: int = 0
+    dense_matrices: int = 0
+    expert_matrices: int = 0
 
     @property
     def count(self) -> int:
@@ -64,7 +68,7 @@ def stage_parameters(
         value_head: name of the head of a critic, or of a reward model.
         one_A: adapters of layers that Megatron-core has as one share their first matrix (lora_type "lora").
     """
-    counts = [{"dense": 0, "experts": 0, "frozen": 0} for _ in range(layout.pipeline)]
+    counts = [Counter[str](dense=0, experts=0) for _ in range(layout.pipeline)]
     weights, stage_of = list(weights), _stages_of_layers(stages, per_stage)
     tied = value_head is None and not any(_HEAD.search(weight.name) for weight in weights)
     for weight in weights:
@@ -73,9 +77,11 @@ def stage_parameters(
             stage = stage_of[int(layer[1])]
         elif not _EMBEDDING.search(name):
             stage = layout.pipeline - 1
-        kind = ("experts" if ".experts." in name else "dense") if weight.trained else "frozen"
-        own = _share(name, weight, layout, value_head, one_A)
+        of_expert, own = ".experts." in name, _share(name, weight, layout, value_head, one_A)
+        kind = ("experts" if of_expert else "dense") if weight.trained else "frozen"
         counts[stage][kind] += own
+        if weight.trained and weight.moved_by_muon:
+            counts[stage]["expert_matrices" if of_expert else "dense_matrices"] += own
         if tied and layout.pipeline > 1 and _EMBEDDING.search(name):
             counts[-1][kind] += own
     return [StageParameters(**found) for found in counts]

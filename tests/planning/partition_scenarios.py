@@ -13,8 +13,10 @@ from hpcrl.config.validate import build
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import architecture_of
 from hpcrl.trainer.backends.megatron.models import PolicyModel
+from hpcrl.trainer.backends.megatron.muon import moved_by_muon
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import transformer_config
+from hpcrl.trainer.backends.megatron.shard_layout import shard_layout
 from hpcrl.trainer.backends.megatron.trainable import mark_trained
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.models.forward import ForwardConfig
@@ -23,7 +25,7 @@ from tests.trainer.backends.megatron.leave import leave_groups
 
 
 def built(case: dict[str, Any], world: World) -> list[int]:
-    """Return the parameters of this rank that are trained: of experts, and of all else; and those that are not."""
+    """Return the parameters of this rank that are trained: of experts, and of all else; those that are not; what Muon moves, of both."""
     source, megatron = ModelSource(path=case["model"], role="trainer.policy"), MegatronModelConfig(**case["sizes"])
     architecture = architecture_of(source.config(), "it")
     join_groups(megatron, None, world, 1)
@@ -31,9 +33,12 @@ def built(case: dict[str, Any], world: World) -> list[int]:
     model = PolicyModel(config, architecture, ForwardConfig(temperature=1.0, chunk_rows=1), None)
     section = build(PolicyConfig, {"model": {"path": "", "lora": case["lora"]}})
     mark_trained([model], architecture, source, section, world, lora_type=case["lora_type"])
-    counts = [0, 0, 0]
+    counts, layout = [0, 0, 0, 0, 0], shard_layout([model], architecture)
     for name, parameter in model.named_parameters():
-        counts[(".experts." not in name) if parameter.requires_grad else 2] += parameter.numel()
+        dense = ".experts." not in name
+        counts[dense if parameter.requires_grad else 2] += parameter.numel()
+        if moved_by_muon(layout[parameter]):
+            counts[3 + dense] += parameter.numel()
     del model
     leave_groups(world)
     return counts

@@ -191,6 +191,8 @@ def test_megatron_holds_what_its_documentation_says() -> None:
     assert each(1, offloaded=0.5) == 6 + 6
     experts = megatron_state(0, 800, 8, 2)
     assert experts.optimizer == 12 * 800 / 2
+    assert each(8, by_muon=(8000, 0)) == 6 + 8 / 8, "one moment"
+    assert megatron_state(80, 800, 8, 2, by_muon=(40, 600)).optimizer == 12 * (10 + 400) - 4 * (5 + 300)
 
 
 def test_what_fsdp_gathers() -> None:
@@ -331,6 +333,9 @@ def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
     interleaved = {f"{megatron}.pipeline_schedule": "Interleaved1F1B", f"{megatron}.pipeline_layers_per_stage": 4}
     more = estimate(configuration(tmp_path, **settings, **interleaved), {"policy": model})
     assert more.needs["policy"].activations > need.activations
+    muon = configuration(tmp_path, **settings, **{"trainer.policy.optimizer_config.name": "Muon"})
+    matrices = 12 * (2 * 896 * 896 + 2 * 128 * 896 + 3 * 4864 * 896) // 2  # of 12 layers, on two ranks
+    assert need.optimizer - estimate(muon, {"policy": model}).needs["policy"].optimizer == 4 * matrices // 2
 
 
 def test_adapters_of_a_reference_that_follows_are_counted_with_megatron(model_path: Path) -> None:

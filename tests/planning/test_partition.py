@@ -86,7 +86,10 @@ def test_parts_are_what_megatron_core_builds(tmp_path: Path) -> None:
         found = stage_parameters(of_models[number].weights, layout, stages, one_A=one_A)
         for stage, part in enumerate(found):
             for rank in layout.ranks_of_stage(stage):
-                assert built[rank][number] == [part.experts, part.dense, part.frozen], (sizes, rank)
+                *counts, of_experts, others = built[rank][number]
+                assert counts == [part.experts, part.dense, part.frozen], (sizes, rank)
+                if not cases[number]["lora"]:  # beside which Muon moves nothing
+                    assert [of_experts, others] == [part.expert_matrices, part.dense_matrices] != [0, 0], (sizes, rank)
 
 
 def test_all_ranks_together_have_the_model_and_its_padding_once(tmp_path: Path) -> None:

@@ -307,11 +307,7 @@ def muon(config: ConfigTree) -> Iterator[Problem]:
     for name, section in ((name, one) for name, one in sections.items() if one.optimizer_config.name == "Muon"):
         path, kept = f"trainer.{name}.optimizer_config", section.optimizer_config.moments
         if config.trainer.strategy == "megatron":
-            yield Problem(
-                f"{path}.name",
-                "Megatron-core's Muon needs the package emerging_optimizers, which hpcrl does not install, and an optimizer that is not divided "
-                "among ranks; expected AdamW or Adam, or trainer.strategy=fsdp2",
-            )
+            yield from _muon_with_megatron(config, path)
         if kept is not None:
             yield Problem(
                 f"{path}.moments", f"{kept} moments are Adam's, and matrices have a momentum with Muon; leave it out"
@@ -325,6 +321,23 @@ def muon(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.name",
                 "with fsdp_config.cpu_offload the products of matrices would be computed on CPUs; leave one of them out",
             )
+
+
+_WITH_MUON = {
+    "use_distributed_optimizer": True,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+}
+"""Fields of Megatron-core's optimizer, and what Muon needs of them."""
+
+
+def _muon_with_megatron(config: ConfigTree, path: str) -> Iterator[Problem]:
+    given = config.trainer.policy.megatron_config.optimizer_config_kwargs
+    for name in (name for name, needed in _WITH_MUON.items() if given.get(name, needed) != needed):
+        yield Problem(
+            f"trainer.policy.megatron_config.optimizer_config_kwargs.{name}",
+            f"{path}.name=Muon steps fp32 weights and gradients that the distributed optimizer has on the device; leave it out, or use AdamW",
+        )
 
 
 def schedule_free(config: ConfigTree) -> Iterator[Problem]:

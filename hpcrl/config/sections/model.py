@@ -224,7 +224,7 @@ class ParameterGroupConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     name: Literal["AdamW", "Adam", "Muon", "ScheduleFreeAdamW"] = setting("AdamW", on_change=OTHER_MOMENTS)
-    """AdamW decays weights independently of the gradient, Adam adds the decay to it. Muon moves matrices of the layers by the orthogonal factor of their momentum, scaled so that learning rates and decay of AdamW fit (arXiv:2502.16982). AdamW moves all else: embeddings, head, vectors, and what comes before and behind the layers. Muon keeps one moment of matrices in place of two. ScheduleFreeAdamW needs no falling learning rate: it evaluates and exports an average of weights (arXiv:2405.15682), and learns from datasets only. It and Muon: FSDP2 only."""
+    """AdamW decays weights independently of the gradient, Adam adds the decay to it. Muon moves matrices of the layers by the orthogonal factor of their momentum, scaled so that learning rates and decay of AdamW fit (arXiv:2502.16982). AdamW moves all else: embeddings, head, vectors, and what comes before and behind the layers. Muon keeps one moment of matrices in place of two. ScheduleFreeAdamW needs no falling learning rate: it evaluates and exports an average of weights (arXiv:2405.15682), and learns from datasets only, with FSDP2."""
 
     muon_momentum: float = setting(0.95, range=Range(0, 1, high_open=True), used_by=when(".name", "Muon"))
     """Decay rate of the momentum of matrices, per optimizer step; the step looks ahead by it (Nesterov)."""

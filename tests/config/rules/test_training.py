@@ -24,6 +24,8 @@ FREE = {f"{OPTIMIZER}.name": "ScheduleFreeAdamW"}
 OFFLINE = {**FREE, "trainer.mode": "sft", "trainer.max_length": 64}
 MASTER = f"{FSDP}.mixed_precision.master_dtype"
 KWARGS = "trainer.policy.megatron_config.transformer_config_kwargs"
+_OF_OPTIMIZER = "trainer.policy.megatron_config.optimizer_config_kwargs"
+DIVIDED, OFFLOADED = f"{_OF_OPTIMIZER}.use_distributed_optimizer", f"{_OF_OPTIMIZER}.optimizer_cpu_offload"
 LIGER = "trainer.policy.enable_liger_kernel"
 LOW, FP8 = "trainer.policy.low_precision", "trainer.policy.low_precision.fp8"
 UNITS = f"{FSDP}.wrap_policy"
@@ -126,7 +128,12 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.moments": "bf16", f"{OPTIMIZER}.adam_betas": [0.9, 0.99]},
     ),
     (
-        {f"{OPTIMIZER}.name": "Muon", **MEGATRON}, f"{OPTIMIZER}.name", "Muon needs the package emerging_optimizers", {f"{OPTIMIZER}.name": "Muon"},
+        {f"{OPTIMIZER}.name": "Muon", **MEGATRON, DIVIDED: False}, DIVIDED, "that the distributed optimizer has on the device",
+        {f"{OPTIMIZER}.name": "Muon", **MEGATRON, DIVIDED: True},
+    ),
+    (
+        {f"{OPTIMIZER}.name": "Muon", **MEGATRON, OFFLOADED: True}, OFFLOADED, "leave it out, or use AdamW",
+        {f"{OPTIMIZER}.name": "Muon", **MEGATRON},
     ),
     (
         {f"{OPTIMIZER}.name": "Muon", f"{OPTIMIZER}.moments": "8bit"}, f"{OPTIMIZER}.moments", "8bit moments are Adam's",

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.planning.memory import Weight, fsdp_state
-from hpcrl.trainer.backends.fsdp.muon import Muon, matrices_of, orthogonal
+from hpcrl.trainer.backends.fsdp.muon import Muon, matrices_of
 from hpcrl.trainer.backends.fsdp.optimizer import make_adam, make_optimizer, make_step
+from hpcrl.trainer.backends.orthogonal import orthogonal
 from hpcrl.trainer.backends.reference import forget_moments
 from hpcrl.trainer.distributed import World
 from tests.planning.memory_scenarios import held_by

@@ -1,14 +1,10 @@
-"""Muon: matrices move by the orthogonal factor of their momentum, everything else by Adam.
-
-Source: Keller Jordan, Muon (https://kellerjordan.github.io/posts/muon/). Updates have the scale of AdamW's (arXiv:2502.16982), so that its
-learning rate and weight decay fit.
-"""
+"""Muon: matrices move by the orthogonal factor of their momentum, everything else by Adam."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,21 +15,17 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from hpcrl.trainer.backends.fsdp.sharding import local
+from hpcrl.trainer.backends.orthogonal import Place, SharedMatrix, orthogonal, orthogonal_among, scale, with_momentum
 
-# a, b and c of x -> a x + b x³ + c x⁵, which moves singular values from (0, 1] to about 1; the first of the two sources has them
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-_ITERATIONS, _EPS = 5, 1e-7
 _LAYERS = nn.ModuleList, nn.Sequential
-_RMS = 0.2
-"""Root mean square of an update by AdamW, as arXiv:2502.16982 measures it."""
 
 
 def matrices_of(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that Muon moves: matrices and stacks of experts of the layers.
 
     Adam moves embeddings, convolutions, the head, single rows, and tables of scales and shifts. It also moves what comes before the layers
-    and behind them, such as the projections to and from latents of a diffusion transformer. The first source has Muon for hidden layers
-    only, and Adam for the first and the last one, gains and biases.
+    and behind them, such as the projections to and from latents of a diffusion transformer. Muon's author has it for hidden layers only,
+    and Adam for the first and the last one, gains and biases.
     """
     inner = {id(each) for module in model.modules() if isinstance(module, _LAYERS) for each in module.parameters()}
     inner -= {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding | _ConvNd)}
@@ -69,8 +61,8 @@ class Muon(torch.optim.Optimizer):
         updates = [self._with_momentum(each, group["momentum"]) for each, group in moved]
         for place, update in _orthogonal(updates):
             parameter, group = moved[place]
-            lr, scale = group["lr"], _RMS * math.sqrt(max(parameter.shape[-2:]))
-            local(parameter).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+            lr = group["lr"]
+            local(parameter).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale(parameter.shape))
         self._adam.step()
 
     def _with_momentum(self, parameter: nn.Parameter, momentum: float) -> torch.Tensor:
@@ -78,26 +70,7 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        # in place: another tensor of each gradient would take the memory that one moment less saves
-        return gradient.lerp_(state["momentum_buffer"].lerp_(gradient, 1 - momentum), momentum)
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return about the orthogonal factor U Vᵀ of matrices U S Vᵀ, by five iterations of Newton and Schulz in bfloat16.
-
-    Args:
-        matrix: [..., A, B].
-
-    Returns:
-        [..., A, B] in bfloat16, with singular values of about 0.7 to 1.2.
-    """
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    x = (matrix.mT if tall else matrix).bfloat16().reshape(-1, *sorted(matrix.shape[-2:]))
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_EPS)
-    for _ in range(_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return (x.mT if tall else x).reshape(matrix.shape)
+        return with_momentum(gradient, state["momentum_buffer"], momentum)
 
 
 def _orthogonal(updates: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -138,33 +111,24 @@ def _dimension_of_ranks(tensor: Any) -> int | None:
 
 def _divided(updates: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return this rank's part of the orthogonal factor of each of at most as many matrices as there are ranks."""
-    size, rank = group.size(), group.rank()
     parts = [local(update).bfloat16() for update in updates]
-    # of each matrix, how many numbers each rank has; the matrix of this rank, if there is one for it
-    counts = [[math.prod(shape) for shape in _shapes(update, size)] for update in updates]
-    mine = counts[rank] if rank < len(updates) else [0] * size
-    theirs = [each[rank] for each in counts] + [0] * (size - len(updates))
     sent = torch.cat([part.reshape(-1) for part in parts])
-    received = sent.new_empty(sum(mine))
-    dist.all_to_all_single(received, sent, mine, theirs, group=group)
-    if rank < len(updates):
-        shapes, along = _shapes(updates[rank], size), _along(updates[rank])
-        pieces = [piece.view(shape) for piece, shape in zip(received.split(mine), shapes, strict=True)]
-        whole = orthogonal(torch.cat(pieces, along))
-        split = whole.split([shape[along] for shape in shapes], along)
-        received = torch.cat([piece.reshape(-1) for piece in split])
-    dist.all_to_all_single(sent, received, theirs, mine, group=group)
-    return [piece.view(part.shape) for piece, part in zip(sent.split(theirs[: len(parts)]), parts, strict=True)]
+    found = orthogonal_among(sent, [_shared(update, group.size()) for update in updates], group)
+    counts = [part.numel() for part in parts]
+    return [piece.view(part.shape) for piece, part in zip(found.split(counts), parts, strict=True)]
 
 
-def _along(tensor: Any) -> int:
-    return tensor.placements[_dimension_of_ranks(tensor)].dim
-
-
-def _shapes(tensor: torch.Tensor, ranks: int) -> list[list[int]]:
-    """Return the shape of each rank's part of a tensor: equally many rows, the last ones the rest."""
-    along, shape = _along(tensor), list(local(tensor).shape)
-    rows = tensor.shape[along]
+def _shared(tensor: Any, ranks: int) -> SharedMatrix:
+    """Return a tensor with each rank's part of it: equally many rows, the last ones the rest."""
+    dimension = _dimension_of_ranks(tensor)
+    assert dimension is not None
+    along, shape = tensor.placements[dimension].dim, list(local(tensor).shape)
+    shape[along] = rows = tensor.shape[along]
     each = -(-rows // ranks)
-    held = [max(0, min(each, rows - number * each)) for number in range(ranks)]
-    return [[*shape[:along], count, *shape[along + 1 :]] for count in held]
+    begins = [min(rows, number * each) for number in range(ranks + 1)]
+    places = list[list[Place]]()
+    for begin, end in pairwise(begins):
+        place = [(0, length) for length in shape]
+        place[along] = begin, end - begin
+        places.append([place])
+    return SharedMatrix(shape, places)

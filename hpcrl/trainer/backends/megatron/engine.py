@@ -27,9 +27,11 @@ from hpcrl.trainer.backends.megatron.architecture import Architecture, architect
 from hpcrl.trainer.backends.megatron.experts.routing import MegatronRouting
 from hpcrl.trainer.backends.megatron.host_storages import HostStorages, hook_gradients
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
+from hpcrl.trainer.backends.megatron.muon import MegatronMuon
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline, top_columns
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
+from hpcrl.trainer.backends.megatron.shard_layout import shard_layout
 from hpcrl.trainer.backends.megatron.state import ShardedState
 from hpcrl.trainer.backends.megatron.trainable import group_overrides, mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
@@ -87,6 +89,7 @@ class MegatronEngine(Generic[Model]):
         # nothing else is exempt from weight decay, as with FSDP2
         overrides = group_overrides(self._chunks, self._architecture, section.optimizer_config, role, world)
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides=overrides)
+        self._muon = self._made_muon() if section.optimizer_config.name == "Muon" else None
         state = self._chunks, self._architecture, self._optimizer
         self._saved = ShardedState(*state, world, adapted=self._lora.rank > 0)
         self._host = HostStorages(world.device)
@@ -94,6 +97,10 @@ class MegatronEngine(Generic[Model]):
         self._routing = MegatronRouting(self._chunks, experts, self.data.size) if experts else None
         dynamic = megatron.pipeline_dynamic_shape
         self._pipeline = Pipeline(self._wrapped, self.data, dynamic=dynamic, routing=self._routing)
+
+    def _made_muon(self) -> MegatronMuon:
+        layout = shard_layout(self._chunks, self._architecture)
+        return MegatronMuon(self._optimizer, layout, self._optimizer_config.muon_momentum, self._world)
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
@@ -112,6 +119,8 @@ class MegatronEngine(Generic[Model]):
             self._clip(norm)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_mult"]
+            if self._muon:
+                self._muon.step()
             optimizer.step_with_ready_grads()
             self.updates += 1
         self._forget_gradients()

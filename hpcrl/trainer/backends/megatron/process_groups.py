@@ -96,6 +96,11 @@ def pipeline_group() -> dist.ProcessGroup:
     return _group(parallel_state.get_pipeline_model_parallel_group())
 
 
+def stage_group() -> dist.ProcessGroup:
+    """Return the ranks that share the layers of a pipeline stage and its optimizer, those with the same samples and others."""
+    return _group(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+
+
 def expert_tensor_group() -> dist.ProcessGroup:
     return _group(parallel_state.get_expert_tensor_parallel_group())
 

@@ -98,7 +98,7 @@ def optimizer_config(optimizer: own.OptimizerConfig, megatron: MegatronConfig, r
         "adam_beta1": optimizer.adam_betas[0],
         "adam_beta2": optimizer.adam_betas[1],
         "adam_eps": optimizer.eps,
-        "decoupled_weight_decay": optimizer.name == "AdamW",
+        "decoupled_weight_decay": optimizer.name != "Adam",
         "clip_grad": max(0.0, optimizer.max_grad_norm),
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -18,12 +18,13 @@ from torch import nn
 
 from hpcrl.trainer.backends.base import Writer
 from hpcrl.trainer.backends.megatron.architecture import Architecture
+from hpcrl.trainer.backends.megatron.muon import MOMENTUM
 from hpcrl.trainer.backends.megatron.names import name_over_all
 from hpcrl.trainer.backends.megatron.shard_layout import shard_layout
 from hpcrl.trainer.backends.shards import PREFIX, LocalShards, Shard, read, write
 from hpcrl.trainer.distributed import World
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
 _Stretch = tuple[nn.Parameter, str, torch.Tensor, int]
 """A range of a parameter: parameter, kind ("model" or a moment), its numbers [n], and their offset in the flattened parameter."""
 
@@ -35,9 +36,9 @@ class _Stepped:
     Attributes:
         optimizer: Megatron-core's.
         group: Adam's settings of the parameter.
-        state: Adam's state of it.
+        state: Adam's state of it, or Muon's.
         first: where the stretch begins in the parameter.
-        tensors: param, exp_avg and exp_avg_sq of the stretch.
+        tensors: param of the stretch, with exp_avg and exp_avg_sq, or with the momentum of Muon.
     """
 
     optimizer: Any
@@ -45,6 +46,11 @@ class _Stepped:
     state: dict[str, torch.Tensor]
     first: int
     tensors: dict[str, torch.Tensor]
+
+    @property
+    def counts(self) -> bool:
+        """Whether steps of the parameter are counted: not those of Muon."""
+        return MOMENTUM not in self.state
 
     @property
     def count(self) -> float:
@@ -60,7 +66,7 @@ class _Stepped:
             self.optimizer._set_main_param_and_optimizer_states(parameter, self.tensors)
         if "step" in self.state:
             self.state["step"].fill_(count)
-        else:
+        elif self.counts:
             self.group["step"] = int(count)
 
 
@@ -124,12 +130,13 @@ class ShardedState:
     def load(self, directory: Path) -> int:
         """Load a state that any backend wrote; return its optimizer steps. All ranks call it."""
         stepped, updates = self._stepped(), torch.tensor(0)
-        keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in stepped}
+        counted = [parameter for parameter, found in stepped.items() if found.counts]
+        keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in counted}
         counts = {key: torch.tensor(0.0) for key in keys.values()}  # experts have one together
         shards = self._local_shards([*self._parameters(), *_stretches(stepped)])
         read(shards | counts | {"updates": updates}, directory, self._world)
         for parameter, found in stepped.items():
-            found.take(parameter, counts[keys[parameter]].item())
+            found.take(parameter, counts[keys[parameter]].item() if found.counts else 0)
         if self._chunks[0].config.moe_router_enable_expert_bias:  # FSDP2 does not have it
             read(self._buffers(), directory, self._world, partly=True)
         return int(updates)
@@ -199,23 +206,29 @@ class ShardedState:
 
 def _stretches(stepped: Mapping[nn.Parameter, _Stepped]) -> Iterator[_Stretch]:
     for parameter, found in stepped.items():
-        for name, what in (("param", "model"), *zip(_MOMENTS, _MOMENTS, strict=True)):
+        moments = [name for name in _MOMENTS if name in found.tensors]
+        for name, what in (("param", "model"), *zip(moments, moments, strict=True)):
             yield parameter, what, found.tensors[name].detach().view(-1), found.first
 
 
 def _begin(optimizer: Any) -> None:
+    """Make the state of parameters that have none: those of Muon have theirs."""
     adam = optimizer.optimizer
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
-    if all(adam.state[parameter] for parameter in parameters):
+    without = [parameter for parameter in parameters if not adam.state[parameter]]
+    if not without:
         return
     if isinstance(adam, torch.optim.Adam):
-        for parameter in parameters:
+        for parameter in without:
             zero = torch.zeros_like(parameter.data)
             adam.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zero, "exp_avg_sq": zero.clone()}
         return
     rates = [group["lr"] for group in adam.param_groups]
     for group in adam.param_groups:
         group["lr"] = 0.0
-    optimizer._init_optimizer_states_with_dummy_values()  # by a step without gradients, which it counts
+    for parameter in (each for each in without if each.numel()):  # by a step without gradients, which it counts
+        parameter.grad = torch.zeros_like(parameter)
+    adam.step()
+    adam.zero_grad()
     for group, rate in zip(adam.param_groups, rates, strict=True):
         group |= {"lr": rate, "step": 0}

@@ -55,6 +55,8 @@ GROUPS = {
     "attention": {"match": r"self_attn\.\w+_proj", "lr_factor": 0.25},
     "head": {"match": "lm_head", "lr_factor": 2.0, "weight_decay": 20.0},
 }
+MUON_GROUPS = {"attention": {"match": r"self_attn\.\w+_proj", "lr_factor": 0.5, "weight_decay": 1.0}}
+MUON_LR = 2e-4  # a bit of bfloat16 that rounding moves is as much of the step
 FIRST_STAGE = r"embed_tokens|layers\.[01]\."
 
 # what one rank of FSDP2 does: the section of the trainer, models
@@ -64,6 +66,7 @@ TRUTHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "adam": (optimizer(name="Adam", weight_decay=0.5, adam_betas=[0.8, 0.99]), ["tied"]),
     "decay": (optimizer(weight_decay=5.0), ["untied", "moe"]),
     "groups": (optimizer(weight_decay=5.0, groups=GROUPS), ["untied"]),
+    "muon": (optimizer(name="Muon", lr=MUON_LR, weight_decay=5.0, groups=MUON_GROUPS), ["untied", "moe"]),
     "distilled": ({"distillation": DISTILLED}, ["untied"]),
     "frozen": (frozen(r"layernorm|layers\.2\.", "embed_tokens"), ["untied"]),
     "frozen-stage": (frozen(FIRST_STAGE), ["untied"]),
@@ -102,6 +105,8 @@ OPTIONS: dict[int, list[Row]] = {
         ("tp2-clipped", TP2, {}, "clipped", ["tied"]),
         ("tp2-frozen-recomputed", TP2, RECOMPUTED, "frozen", ["untied"]),
         ("tp2-distilled", TP2, {}, "distilled", ["untied"]),
+        ("tp2-muon", TP2, {}, "muon", ["untied"]),
+        ("dp2-muon", {}, {}, "muon", ["moe"]),
         ("pp2-groups", PP2, {}, "groups", ["untied"]),
         ("pp2-dynamic", PP2 | DYNAMIC, {}, "plain", ["moe"]),
         ("pp2-selective", PP2 | SELECTIVE, RECOMPUTED, "plain", ["tied"]),
@@ -119,7 +124,15 @@ OPTIONS: dict[int, list[Row]] = {
 }
 # further models and combinations, for `make faults`
 MORE: dict[int, list[Row]] = {
+    1: [("muon", {}, {}, "muon", ["untied", "moe"])],
     2: [
+        ("fsdp2-muon", None, {}, "muon", ["untied", "moe"]),
+        ("pp2-muon", PP2 | OVERLAP, {}, "muon", ["untied"]),
+        ("vpp2-muon", VPP, {}, "muon", ["untied"]),
+        ("cp2-muon", CP2, {}, "muon", ["moe"]),
+        ("ep2-muon", EP2, {}, "muon", ["moe"]),
+        ("tp2-etp1-muon", TP2 | ETP1, {}, "muon", ["moe"]),
+        ("dp2-muon", {}, {}, "muon", ["untied"]),
         ("fsdp2", None, {}, "plain", ["untied"]),
         ("tp2", TP2, {}, "plain", ["tied", "untied"]),
         ("tp2-recomputed", TP2, RECOMPUTED, "plain", ["untied"]),
@@ -154,6 +167,8 @@ MORE: dict[int, list[Row]] = {
         ("tp2-replayed", TP2 | ETP1, RECOMPUTED, "replayed", ["moe"]),
     ],
     4: [
+        ("tp2-dp2-muon", TP2, {}, "muon", ["untied", "moe"]),
+        ("ep2-tp2-muon", EP2 | TP2 | ETP1, {}, "muon", ["moe"]),
         ("tp2-pp2", TP2 | PP2, {}, "plain", ["moe"]),
         ("ep2-tp2", EP2 | TP2 | ETP1, {}, "plain", ["moe"]),
         ("pp2-dp2-overlap", PP2 | OVERLAP, {}, "plain", ["tied"]),

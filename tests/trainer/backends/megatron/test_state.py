@@ -32,6 +32,8 @@ LORA: dict[str, Any] = {"policy": {"model": {"lora": {"rank": 4}}}}
 CRITIC: dict[str, Any] = {
     "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01}
 }
+# small steps: a bit of bfloat16 that rounding moves is as much of one
+MUON: dict[str, Any] = {"policy": {"optimizer_config": {"name": "Muon", "lr": 5e-5}}}
 FROZEN: dict[str, Any] = {"policy": {"freeze_pattern": [r"layernorm|layers\.2\.", "embed_tokens"]}}
 # the model, the section of the trainer, what is special about the way
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -44,6 +46,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "critic-adapters": ("tied", CRITIC | {"critic": {"model": {"lora": {"rank": 4}}}}, {"critic": True}),
     "adapters": ("untied", LORA, {}),
     "frozen": ("untied", FROZEN, {}),
+    "muon": ("untied", MUON, {}),
+    "muon-experts": ("moe", MUON, {}),
 }
 Engine = tuple[int, dict[str, Any] | None]
 FSDP: dict[int, Engine] = {size: (size, None) for size in (1, 2, 4)}
@@ -54,6 +58,7 @@ PAIRS: dict[str, tuple[str, Engine, Engine]] = {
     "dp2-to-fsdp": ("untied", (2, OVERLAP), FSDP[2]),
     "fsdp-to-ep2": ("experts", FSDP[2], (2, EP2)),
     "adapters-to-fsdp": ("adapters", (2, TP2 | CANONICAL), FSDP[2]),
+    "muon-tp2-to-fsdp": ("muon", (2, TP2), FSDP[1]),
 }
 MORE: dict[str, tuple[str, Engine, Engine]] = {
     "one-to-tp2": ("policy", (1, {}), (2, TP2)),
@@ -79,6 +84,11 @@ MORE: dict[str, tuple[str, Engine, Engine]] = {
     "adapters-to-tp4": ("adapters", FSDP[1], (4, {"tensor_model_parallel_size": 4} | CANONICAL)),
     "frozen-to-fsdp": ("frozen", (2, PP2), FSDP[2]),
     "frozen-to-dp2": ("frozen", FSDP[1], (2, {})),
+    "muon-fsdp-to-dp2": ("muon", FSDP[2], (2, OVERLAP)),
+    "muon-pp2-to-tp2-dp2": ("muon", (2, PP2), (4, TP2)),
+    "muon-dp2-to-one": ("muon", (2, {}), (1, {})),
+    "muon-ep2-to-dp2": ("muon-experts", (2, EP2), (2, {})),
+    "muon-fsdp-to-ep2": ("muon-experts", FSDP[1], (2, EP2)),
 }
 
 
@@ -166,13 +176,18 @@ def expect_same_state(played: Played, name: str, kind: str) -> None:
     assert saved.keys() == again.keys()
     weights = {key.removeprefix("model.") for key in saved if key.startswith("model.")}
     moved = {key for key in weights if f"optimizer.state.{key}.exp_avg" in saved}
+    by_muon = {key for key in weights if f"optimizer.state.{key}.momentum_buffer" in saved}
     assert moved
-    assert KINDS[kind][1] == FROZEN or moved == weights
+    assert KINDS[kind][1] == FROZEN or moved | by_muon == weights
+    assert bool(by_muon) == (KINDS[kind][1] == MUON)
     for key, value in saved.items():
         assert torch.equal(value, again[key]), key
     for key in moved:
         assert saved[f"optimizer.state.{key}.step"] == 2
         assert saved[f"optimizer.state.{key}.exp_avg_sq"].abs().max() > 0, key
+    for key in by_muon:
+        assert saved[f"optimizer.state.{key}.momentum_buffer"].abs().max() > 0, key
+        assert f"optimizer.state.{key}.step" not in saved, key
     expect_same(played.told(name), played.told(f"truth-{kind}").from_step_2())
 
 
@@ -228,6 +243,7 @@ AWAY: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("experts", megatron(**EP2)),
     "adapters": ("adapters", laid_over(megatron(**TP2), {"algorithm": {"reference_reset_interval": 9}})),
     "critic": ("critic", megatron(**TP2)),
+    "muon": ("muon", megatron(**TP2)),
 }
 
 
@@ -235,7 +251,7 @@ AWAY: dict[str, tuple[str, dict[str, Any]]] = {
     "names",
     [
         ("tp2", "bf16-whole"),
-        pytest.param(("overlap", "bf16", "moments-stay", "experts", "adapters", "critic"), marks=rarely),
+        pytest.param(("overlap", "bf16", "moments-stay", "experts", "adapters", "critic", "muon"), marks=rarely),
     ],
     ids="+".join,
 )
