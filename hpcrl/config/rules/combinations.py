@@ -109,7 +109,7 @@ from hpcrl.config.sections.tree import ConfigTree
 Rule = Callable[[ConfigTree], Iterator[Problem]]
 
 _COUNTED = re.compile(
-    r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward|\.oversampling_ratio)$"
+    r"(_size|_nodes|_per_node|_per_prompt|_per_replica|_engines|_steps|\.reshard_after_forward|\.oversampling_ratio)$"
 )
 
 
@@ -393,6 +393,7 @@ _CALCULATING: tuple[Rule, ...] = (
     _staleness,
     colocated_engines,
     lent_gpus,
+    ranks_of_scorers,
 )
 """Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
 
@@ -449,7 +450,6 @@ RULES: tuple[Rule, ...] = (
     own_teacher,
     tokens_of_the_policy,
     reference_apart,
-    ranks_of_scorers,
     enough_scorers,
     reward_names,
     group_rewards,

@@ -39,14 +39,14 @@ from hpcrl.families.robots import rules as vla
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.determinism_cases import OF_BITS
 from tests.config.rules.engine_cases import AGENTS, ENGINES
-from tests.config.rules.families.diffusion_cases import OF_PICTURES
-from tests.config.rules.families.pi05_cases import OF_FLOWS
-from tests.config.rules.families.vla_cases import OF_ROBOTS
+from tests.config.rules.families.diffusion_cases import OF_PICTURES, PICTURES
+from tests.config.rules.families.pi05_cases import FLOWS, OF_FLOWS
+from tests.config.rules.families.vla_cases import ACTS, OF_ROBOTS
 from tests.config.rules.mode_cases import OF_ALGORITHMS, OF_MODES
 from tests.config.rules.outward_cases import OF_ALERTS, OF_UPLOADS
 from tests.config.rules.own_cases import OURS
 from tests.config.rules.scorer_cases import OF_SCORERS
-from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, TAUGHT, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
 from tests.config.rules.test_training import CASES as TRAINER
 
@@ -138,12 +138,15 @@ def test_values_out_of_range_do_not_hide_rules_that_need_no_arithmetic() -> None
 
 
 @pytest.mark.parametrize("value", [0, -1])
-def test_no_rule_stumbles_over_a_value_out_of_range(value: int) -> None:
+@pytest.mark.parametrize(
+    "base", [{**CRITIC, **COLOCATED}, ACTS, FLOWS, PICTURES, {**TAUGHT, f"{PLACEMENT}.colocate_policy_ref": False}]
+)
+def test_no_rule_stumbles_over_a_value_out_of_range(base: dict[str, Any], value: int) -> None:
     """Every whole number at a value that may divide, multiply or count: problems, never a ZeroDivisionError."""
     numbers = [setting.path for setting in leaves(Config) if int in setting.types]
     for path in numbers:
-        found({**CRITIC, **COLOCATED, path: value})
-    assert len(found(dict.fromkeys(numbers, value))) > 50
+        found({**base, path: value})
+    assert len(found({**base, **dict.fromkeys(numbers, value)})) > 50
 
 
 def test_no_rule_that_can_be_violated_goes_untested() -> None:
