@@ -118,7 +118,9 @@ def test_there_is_room_for_samples_in_other_tokens(models: list[Path], tmp_path:
     assert room() == 2 * (longest + 1) < MAX_MODEL_LEN
     assert room("trainer.max_prompt_length=500") == MAX_MODEL_LEN
     assert room("trainer.max_prompt_length=900") == 909, "as for a teacher that reads the policy's tokens"
-    assert room(f"{SECTION}.engine.max_model_len={MAX_MODEL_LEN}") == MAX_MODEL_LEN, "vLLM refuses more than the model's"
+    assert room(f"{SECTION}.engine.max_model_len={MAX_MODEL_LEN}") == MAX_MODEL_LEN, (
+        "vLLM refuses more than the model's"
+    )
 
 
 @pytest.mark.parametrize("refuses", ["engine", "aligner"])
