@@ -249,6 +249,7 @@ def _compare(played: Callable[[], _Sample | None], prompt: Prompt, section: Envi
     """Play samples until the input ends, show what each is worth in their group, and return the exit code."""
     from hpcrl.envs.rewards.grouped import WeightedGroupRewards
     from hpcrl.envs.rewards.response import GroupSample, response_to
+    from hpcrl.errors import ServiceError
 
     rewards, group = WeightedGroupRewards(section.group_reward_function, section), list[GroupSample]()
     while _has_input() and (sample := played()) is not None:
@@ -259,6 +260,10 @@ def _compare(played: Callable[[], _Sample | None], prompt: Prompt, section: Envi
     if not group:
         return 1
     for number, (sample, values) in enumerate(zip(group, rewards(group), strict=True), 1):
+        if isinstance(values, ServiceError):
+            print()
+            print(one_line(f"sample {number} of {len(group)} has failed: {values}"))
+            continue
         print(
             f"\nsample {number} of {len(group)}: reward {rewards.own_weight * sample.reward + rewards.added(values):g}"
         )

@@ -260,7 +260,10 @@ class GroupGenerator:
                 rows[at] = self._failed(episodes[at], error, rows[at])
         else:
             for at, own in zip(there, values, strict=True):
-                rows[at] = with_group_rewards(rows[at], own, rewards)
+                if isinstance(own, ServiceError):
+                    rows[at] = self._failed(episodes[at], ServiceError(f"{place_of(work)}: {own}"), rows[at])
+                else:
+                    rows[at] = with_group_rewards(rows[at], own, rewards)
         return rows
 
     def _failed(self, episode: Episode, error: Exception, rows: Sequence[Row]) -> list[Row]:

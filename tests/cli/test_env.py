@@ -9,11 +9,14 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.envs.registry import ENVIRONMENTS
+from tests.envs.server import Asked, serving
+from tests.envs.tasks.test_llm_judge import chat
 from tests.paths import ROOT
 
 OWN = '''
@@ -183,6 +186,22 @@ def test_samples_are_compared_as_a_group(rewarded: Path) -> None:
     assert env("try", "--config", "scored.toml", cwd=rewarded).returncode == 1
     refused = env("try", "rank", "--config", "scored.toml", cwd=rewarded)
     assert "rank compares the samples of a group; leave NAME out" in refused.stderr
+
+
+def test_a_sample_that_a_judge_does_not_grade_is_shown_as_failed(rewarded: Path) -> None:
+    def judge(asked: Asked) -> tuple[int, Any]:
+        return 200, chat("Final grade: 0.5" if "good" in asked.json["messages"][1]["content"] else "I cannot say.")
+
+    with serving(judge) as server, (rewarded / "scored.toml").open("a") as file:
+        file.write(
+            "group_reward_function = {own = 1.0, rubric_judge = 1.0}\n"
+            f"[environment.skyrl_gym.llm_as_a_judge]\nmodel = 'j'\nbase_url = '{server.url}'\n"
+        )
+        file.flush()
+        done = env("try", "--config", "scored.toml", said="good\nAnswer: 4\n\nbad", cwd=rewarded)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sample 1 of 2: reward 0.6\n  own 0.1\n  rubric_judge 0.5\n" in done.stdout
+    assert "sample 2 of 2 has failed: group reward 'rubric_judge': judge" in done.stdout
 
 
 def test_without_a_name_the_environment_of_the_configuration_is_tried(own: Path) -> None:

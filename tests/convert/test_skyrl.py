@@ -276,6 +276,14 @@ def test_what_becomes_of_a_setting_without_a_counterpart(word: str, kind: str) -
     assert ("conflict" in {entry.kind for entry in conversion.entries}) == (kind == "conflict")
 
 
+def test_kl_in_the_reward_is_left_out_where_the_loss_has_no_advantages(tmp_path: Path) -> None:
+    words = ["use_kl_loss=false", "use_kl_in_reward=true", "policy_loss_type=cross_entropy"]
+    conversion = command(*(ALGORITHM + word for word in words), "trainer.ref.model.path=/models/reference")
+    for name in (ALGORITHM + "use_kl_in_reward", "trainer.ref.model.path"):
+        assert kinds(conversion, name) == {"dropped"}, name
+    assert not load(conversion, tmp_path).trainer.uses_reference
+
+
 def test_substitutes_are_written() -> None:
     conversion = command("trainer.strategy=deepspeed", "generator.backend=sglang")
     assert conversion.values["trainer.strategy"] == "fsdp2"

@@ -13,7 +13,7 @@ from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.data.group_file import group_bytes
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.rewards.response import GroupSample
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, ServiceError
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.types import Prompt, Work
@@ -51,6 +51,10 @@ def lengths(group: Sequence[GroupSample], environment: EnvironmentConfig) -> lis
 
 def breaks(_group: Sequence[GroupSample], _environment: EnvironmentConfig) -> list[float]:
     raise ZeroDivisionError("cannot compare")
+
+
+def misses_one(group: Sequence[GroupSample], _environment: EnvironmentConfig) -> list[float | ServiceError]:
+    return [ServiceError("no grade") if sample.text == "2" else 1.0 + sample.reward for sample in group]
 
 
 def lacks(_group: Sequence[GroupSample], _environment: EnvironmentConfig) -> list[float]:
@@ -133,6 +137,13 @@ def test_a_group_reward_that_fails_costs_the_samples_of_its_group(workers: int) 
     assert group.failures[:2] == [told, told]
     with pytest.raises(ConfigError, match=f"group reward '{HERE}:lacks': no key"):
         generate(["1"], {f"{HERE}:lacks": 1.0}, workers=workers)
+
+
+def test_a_sample_without_a_value_has_failed_alone() -> None:
+    group = generate(["1", "2", "3"], {"own": 1.0, f"{HERE}:misses_one": 1.0})
+    assert group.meta(0, "path").stop_reasons == ["stop", "failed", "stop"]
+    assert group.meta(0, "path").rewards == [3.0, 5.0, 7.0], "the mean of the others"
+    assert group.failures == [f"group g7 (row row3): group reward '{HERE}:misses_one': no grade"]
 
 
 def test_a_sample_that_a_limit_ended_is_compared_with_what_the_rule_leaves_it() -> None:

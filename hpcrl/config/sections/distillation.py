@@ -84,7 +84,7 @@ class TeacherEngineConfig:
     """Tokens per forward pass; each takes room for the logits of the whole vocabulary, several times. Raised to the longest sample where prompts are read whole, without GPUs."""
 
     max_model_len: int | None = setting(None, range=COUNT, used_by=_ALIGNED)
-    """Longest sample that the engine takes, in the teacher's tokens; a longer one gets no score. Unset: twice the policy's longest sample, at most the teacher's own longest context."""
+    """Longest context of the engine, in the teacher's tokens; a sample has to be shorter, or gets no score. Unset: twice the policy's longest sample, at most the teacher's own longest context."""
 
     gpu_memory_utilization: float = setting(0.8, range=SHARE_ABOVE_0)
     """Share of a GPU's memory that the engine may use; no effect on CPU."""

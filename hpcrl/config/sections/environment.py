@@ -65,10 +65,10 @@ class Text2SQLConfig:
 @dataclass(frozen=True, kw_only=True)
 class LLMJudgeConfig:
     model: str | None = setting(None, why="the user names the judge")
-    """llm_as_a_judge: name of the judge model at its server."""
+    """llm_as_a_judge, pairwise_judge, rubric_judge: name of the judge model at its server."""
 
     base_url: str | None = None
-    """llm_as_a_judge: address of an OpenAI-compatible server, such as http://host:8000/v1; unset: OpenAI's. The key is in OPENAI_API_KEY, which a server of your own may not need."""
+    """llm_as_a_judge, pairwise_judge, rubric_judge: address of an OpenAI-compatible server, such as http://host:8000/v1; unset: OpenAI's. The key is in OPENAI_API_KEY, which a server of your own may not need."""
 
     comparisons: int = setting(
         2,

@@ -35,6 +35,7 @@ from hpcrl.convert.skyrl.translate import (
     TRANSLATIONS,
     colocate_all,
     engine_width,
+    has_advantages,
     has_critic,
     has_reference,
     is_colocated,
@@ -222,6 +223,8 @@ def _without_effect(source: SkyrlSource, path: str) -> str | None:
         and not (source[_TRAIN + "stop"] or source[_EVAL + "stop"] or source["generator.chat_template.name_or_path"])
     ):
         return "had no effect with one turn, without stop texts and with the model's own chat template"
+    if path == _ALGORITHM + "use_kl_in_reward" and not has_advantages(source):
+        return "had no effect with policy_loss_type=cross_entropy, which has no advantages"
     if path == _TRAIN + "repetition_penalty":
         return "SkyRL never hands it to the engine, and hpcrl refuses it in training"
     if path in _OFFLOADED and not is_colocated(source):

@@ -37,8 +37,13 @@ _INCOMPLETE_SCHEDULES = {
 Translation = Callable[[SkyrlSource, Conversion, str], None]
 
 
+def has_advantages(source: SkyrlSource) -> bool:
+    return source[_ALGORITHM + "policy_loss_type"] != "cross_entropy"
+
+
 def has_reference(source: SkyrlSource) -> bool:
-    return bool(source[_ALGORITHM + "use_kl_loss"] or source[_ALGORITHM + "use_kl_in_reward"])
+    in_reward = source[_ALGORITHM + "use_kl_in_reward"] and has_advantages(source)
+    return bool(source[_ALGORITHM + "use_kl_loss"] or in_reward)
 
 
 def has_critic(source: SkyrlSource) -> bool:

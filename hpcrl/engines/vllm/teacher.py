@@ -130,7 +130,7 @@ _NEVER = -9000.0
 
 def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEngineConfig) -> ServerOptions:
     """Return what the engine of a teacher serves."""
-    trainer, longest = config.trainer, longest_sample(config)
+    trainer, longest = config.trainer, longest_sample(config) + 1  # it generates one token, which is ignored
     if trainer.distillation.cross_tokenizer:
         longest = own.max_model_len or _in_its_tokens(config, scorers, longest)
     return ServerOptions(
@@ -143,7 +143,7 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
         ),
         memory_share=own.gpu_memory_utilization,
         seed=trainer.seed,
-        max_model_len=longest + 1,  # it generates one token, which is ignored
+        max_model_len=longest,
         on_cpu=config.slurm.gpus == 0,
         run_name=run.name,
         token_file=run.token,
@@ -153,9 +153,9 @@ def teacher_options(run: Run, config: Config, scorers: ScorerSet, own: TeacherEn
 
 
 def _in_its_tokens(config: Config, scorers: ScorerSet, longest: int) -> int:
-    """Return for how many of a teacher's tokens there is room, where samples have `longest` of the policy's at most."""
+    """Return for how many of a teacher's tokens there is room, where a request has `longest` of the policy's at most."""
     context = longest_input(scorer_source(config.trainer, scorers).config())
-    return 2 * longest if context is None else max(longest, min(2 * longest, context - 1))
+    return 2 * longest if context is None else max(longest, min(2 * longest, context))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hpcrl.envs.rewards.answers import after_thought
 from hpcrl.envs.rewards.pairwise import pairwise_judge
 from hpcrl.envs.rewards.response import GroupSample
 from hpcrl.envs.rewards.rubric import rubric_judge_of_each
-from hpcrl.errors import UserCodeError
+from hpcrl.errors import ServiceError, UserCodeError
 
 _SETTING = "environment.group_reward_function"
 _NGRAM = 3
@@ -109,9 +109,10 @@ def short(group: Sequence[GroupSample], _environment: EnvironmentConfig) -> list
     return [one if sample.reward > 0 else min(0.0, one) for one, sample in zip(worth, group, strict=True)]
 
 
-GroupReward = Callable[[Sequence[GroupSample], EnvironmentConfig], Iterable[float]]
+GroupReward = Callable[[Sequence[GroupSample], EnvironmentConfig], Iterable[float | ServiceError]]
 """What each sample of a group is worth, finite numbers in the order of the samples. It may be called in any thread.
 
+An error in the place of a number costs that sample alone, where an error that is raised costs the group.
 The second argument is the section `environment`, as of a `Reward`. Samples that failed are not in the group.
 """
 
@@ -142,36 +143,46 @@ class WeightedGroupRewards:
         self._weights, self._environment = weights, environment
         self.own_weight = weights.get("own", 0.0)
 
-    def __call__(self, group: Sequence[GroupSample]) -> list[dict[str, float]]:
-        """Return each sample's value of each group reward, unweighted.
+    def __call__(self, group: Sequence[GroupSample]) -> list[dict[str, float] | ServiceError]:
+        """Return each sample's value of each group reward, unweighted, or the error of a sample that has failed.
 
         Raises:
             HpcrlError: a reward failed; UserCodeError also where it returns no finite number for each sample. The message names it.
         """
         columns = {name: self._values(name, reward, group) for name, reward in self._functions.items()}
-        found = [{name: column[at] for name, column in columns.items()} for at in range(len(group))]
-        with user_code("weighted sum of group rewards"):
-            for values in found:
-                finite(self.added(values))
+        found = list[dict[str, float] | ServiceError]()
+        for at in range(len(group)):
+            numbers, failed = dict[str, float](), list[ServiceError]()
+            for name, column in columns.items():
+                if isinstance(value := column[at], ServiceError):
+                    failed.append(type(value)(f"group reward {name!r}: {value}"))
+                else:
+                    numbers[name] = value
+            found.append(failed[0] if failed else numbers)
+            with user_code("weighted sum of group rewards"):
+                finite(self.added(numbers))
         return found
 
     def added(self, values: Mapping[str, float]) -> float:
         """Return the weighted sum of a sample's values, but for its own reward."""
         return sum(self._weights[name] * value for name, value in values.items() if name != "own")
 
-    def _values(self, name: str, reward: GroupReward, group: Sequence[GroupSample]) -> list[float]:
+    def _values(self, name: str, reward: GroupReward, group: Sequence[GroupSample]) -> list[float | ServiceError]:
         with user_code(f"group reward {name!r}"):
             return values_of(reward, group, self._environment)
 
 
-def values_of(reward: GroupReward, group: Sequence[GroupSample], environment: EnvironmentConfig) -> list[float]:
+def values_of(
+    reward: GroupReward, group: Sequence[GroupSample], environment: EnvironmentConfig
+) -> list[float | ServiceError]:
     """Return the values of a group reward.
 
     Raises:
         UserCodeError: they are no finite numbers, or not one for each sample.
     """
     found = reward(group, environment)
-    values = list(map(finite, found)) if isinstance(found, Iterable) else []
+    given = found if isinstance(found, Iterable) else []
+    values = [each if isinstance(each, ServiceError) else finite(each) for each in given]
     if len(values) != len(group):
         raise UserCodeError(f"expected a list of {len(group)} numbers, one for each sample, found {found!r:.80}")
     return values

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.rewards.response import GroupSample, Response
-from hpcrl.envs.tools.judge import Criterion, JudgeModel, as_text, at_once, rubric_of, weighted
+from hpcrl.envs.tools.judge import Criterion, JudgeModel, NoVerdict, as_text, at_once, rubric_of, weighted
 
 _NAME = "rubric_judge"
 _MARK = re.compile(r"final grade", re.IGNORECASE)
@@ -47,13 +47,14 @@ def rubric_judge(response: Response, environment: EnvironmentConfig) -> float:
         DataError: as of `rubric_of`.
         ServiceError: the judge does not answer, or without a grade.
     """
-    return _graded([response], [response.text], environment)[0]
+    (found,) = _graded([response], [response.text], environment)
+    return _number(found)
 
 
-def rubric_judge_of_each(group: Sequence[GroupSample], environment: EnvironmentConfig) -> list[float]:
+def rubric_judge_of_each(group: Sequence[GroupSample], environment: EnvironmentConfig) -> list[float | NoVerdict]:
     """Return the grade of each sample's whole conversation by a judge model, from 0 to 1.
 
-    It is graded as `rubric_judge` grades a response.
+    It is graded as `rubric_judge` grades a response. One without a grade has the error in its place.
 
     Formula:
         the grade, or Σ weight × grade / Σ positive weights over criteria, at least 0
@@ -109,21 +110,47 @@ def rubric_or_truth(
     return rubric or _RUBRIC.format(truth="" if truth is None else f"; the right answer is: {truth}")
 
 
-def grades_of(judge: JudgeModel, answers: Sequence[Graded]) -> list[float]:
-    """Return the grades of answers; errors as of `JudgeModel.ask`."""
+def grade_of(judge: JudgeModel, answer: Graded) -> float:
+    """Return the grade of an answer; errors as of `JudgeModel.ask`."""
+    (found,) = _grades(judge, [answer])
+    return _number(found)
+
+
+def _grades(judge: JudgeModel, answers: Sequence[Graded]) -> list[float | NoVerdict]:
+    """Return the grade of each answer, or the error where the judge's answer has none; further errors as of `JudgeModel.ask`."""
+
+    def ask(words: tuple[str, str]) -> float | NoVerdict:
+        try:
+            return judge.ask(*words, _grade, _EXPECTED)
+        except NoVerdict as error:
+            return error
+
     asked = [answer.questions() for answer in answers]
-    found = at_once(lambda words: judge.ask(*words, _grade, _EXPECTED), [words for each in asked for words in each])
+    found = at_once(ask, [words for each in asked for words in each])
     ends = pairwise([0, *accumulate(map(len, asked))])
-    return [answer.grade(found[start:end]) for answer, (start, end) in zip(answers, ends, strict=True)]
+    grades = list[float | NoVerdict]()
+    for answer, (start, end) in zip(answers, ends, strict=True):
+        numbers = [each for each in found[start:end] if not isinstance(each, NoVerdict)]
+        failed = [each for each in found[start:end] if isinstance(each, NoVerdict)]
+        grades.append(failed[0] if failed else answer.grade(numbers))
+    return grades
 
 
-def _graded(responses: Sequence[Response], answers: Sequence[str], environment: EnvironmentConfig) -> list[float]:
+def _number(found: float | NoVerdict) -> float:
+    if isinstance(found, NoVerdict):
+        raise found
+    return found
+
+
+def _graded(
+    responses: Sequence[Response], answers: Sequence[str], environment: EnvironmentConfig
+) -> list[float | NoVerdict]:
     judge, custom = JudgeModel(_NAME, environment.skyrl_gym.llm_as_a_judge, environment.custom), environment.custom
     asked = [
         Graded(rubric_or_truth(_NAME, one.extras, custom, one.ground_truth), as_text(one.messages), answer)
         for one, answer in zip(responses, answers, strict=True)
     ]
-    return grades_of(judge, asked)
+    return _grades(judge, asked)
 
 
 def _grade(said: str) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcrl.envs.base import Environment, Messages, Turn
 from hpcrl.envs.rewards.response import truth_of
-from hpcrl.envs.rewards.rubric import Graded, grades_of, rubric_or_truth
+from hpcrl.envs.rewards.rubric import Graded, grade_of, rubric_or_truth
 from hpcrl.envs.tools.judge import JudgeModel, as_text
 
 _NAME = "llm_as_a_judge"
@@ -39,5 +39,4 @@ class LLMJudge(Environment):
 
     def step(self, action: str) -> Turn:
         """Return the grade; errors as of `JudgeModel.ask`."""
-        (grade,) = grades_of(self._judge, [Graded(self._rubric, self._conversation, action)])
-        return Turn([], grade, done=True)
+        return Turn([], grade_of(self._judge, Graded(self._rubric, self._conversation, action)), done=True)

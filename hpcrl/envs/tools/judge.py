@@ -13,7 +13,7 @@ from hpcrl.config.sections.environment import LLMJudgeConfig
 from hpcrl.envs.base import Messages
 from hpcrl.envs.tools.columns import lacking
 from hpcrl.envs.tools.http import ToolService
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, ServiceError
 from hpcrl.text import said_in
 
 S = TypeVar("S")
@@ -23,6 +23,10 @@ _OPENAI = "https://api.openai.com/v1"
 TIMEOUT_S, PATIENCE_S = 120.0, 120.0
 _AT_ONCE = 8
 _MOST_POINTS = 1e6  # of a criterion, so that sums of weights stay finite
+
+
+class NoVerdict(ServiceError):
+    """A judge has answered, and its answer has no verdict."""
 
 
 class JudgeModel:
@@ -52,7 +56,7 @@ class JudgeModel:
 
         Raises:
             ConfigError: there is no key for OpenAI's own server, or the address is none.
-            ServiceError: the judge does not answer, or without a verdict.
+            ServiceError: the judge does not answer; NoVerdict: its answer has none, or was cut off.
         """
         messages = [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
         service = self._service()
@@ -60,9 +64,10 @@ class JudgeModel:
         text, cut = _text_of(answer)
         if cut:
             whole = "a whole answer (raise max_tokens in environment.custom.judge_parameters, or leave it out)"
-            raise service.unusable(whole, f"one that was cut off: …{text[-200:]}")
+            raise NoVerdict(str(service.unusable(whole, f"one that was cut off: …{text[-200:]}")))
         if (found := read(text)) is None:
-            raise service.unusable(expected, f"…{text[-200:]}" if len(text) > 200 else text or answer)
+            shown = f"…{text[-200:]}" if len(text) > 200 else text or answer
+            raise NoVerdict(str(service.unusable(expected, shown)))
         return found
 
     def _service(self) -> ToolService:

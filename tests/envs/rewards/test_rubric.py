@@ -12,7 +12,7 @@ from hpcrl.config.sections.environment import LLMJudgeConfig, SkyRLGymConfig
 from hpcrl.envs.rewards.grouped import WeightedGroupRewards
 from hpcrl.envs.rewards.response import GroupSample, Response
 from hpcrl.envs.rewards.weighted import WeightedRewards
-from hpcrl.errors import DataError
+from hpcrl.errors import DataError, ServiceError
 from tests.envs.server import Asked, serving
 from tests.envs.tasks.test_llm_judge import chat
 
@@ -62,12 +62,30 @@ def test_each_sample_of_a_group_is_graded_whole() -> None:
     ]
     with serving(by_length) as server:
         rewards = WeightedGroupRewards({"own": 1.0, "rubric_judge": 0.5}, environment(server.url, rubric=CRITERIA))
-        first, second, third = (found["rubric_judge"] for found in rewards(group))
+        found = rewards(group)
     whole = len("assistant: 4, please\n\nuser: And?\n\nassistant: x")
     expected = [1 / 4, (3 + round(1 / whole, 3)) / 4, 0.5 / 4]
-    assert [first, second, third] == pytest.approx(expected), "also the polite beginning of the second one counts"
+    assert [one["rubric_judge"] for one in found if isinstance(one, dict)] == pytest.approx(expected), (
+        "also the polite beginning of the second one counts"
+    )
     assert len(server.asked) == 6
     assert rewards.added({"own": 9.0, "rubric_judge": 0.5}) == 0.25
+
+
+def test_an_answer_without_a_grade_costs_one_sample_of_its_group() -> None:
+    group = [GroupSample(text=text, reward=1.0, messages=PROMPT) for text in ("4", "silence", "22")]
+
+    def judge(asked: Asked) -> tuple[int, Any]:
+        silent = "silence" in asked.json["messages"][1]["content"] and "short" in asked.json["messages"][0]["content"]
+        return (200, chat("I cannot say.")) if silent else by_length(asked)
+
+    with serving(judge) as server:
+        first, second, third = WeightedGroupRewards({"rubric_judge": 1.0}, environment(server.url, rubric=CRITERIA))(
+            group
+        )
+    assert [first, third] == [{"rubric_judge": 1 / 4}, {"rubric_judge": 0.5 / 4}]
+    assert isinstance(second, ServiceError)
+    assert re.match(r"group reward 'rubric_judge': judge .*Final grade: X.*I cannot say", str(second))
 
 
 def test_a_rubric_without_points_names_the_reward() -> None:

@@ -112,13 +112,15 @@ def test_there_is_room_for_samples_in_other_tokens(models: list[Path], tmp_path:
     def room(*more: str) -> int:
         config = Config.from_toml([QUICKSTART], [*settings, *more])
         own, (scorers,) = config.trainer.distillation, scorer_sets(config)
-        return teacher_options(run, config, scorers, own.engine).max_model_len - 1
+        return teacher_options(run, config, scorers, own.engine).max_model_len
 
     longest = longest_sample(Config.from_toml([QUICKSTART]))
-    assert room() == 2 * longest < MAX_MODEL_LEN
-    assert room("trainer.max_prompt_length=500") == MAX_MODEL_LEN - 1
-    assert room("trainer.max_prompt_length=900") == 908, "as for a teacher that reads the policy's tokens"
-    assert room(f"{SECTION}.engine.max_model_len=70") == 70
+    assert room() == 2 * (longest + 1) < MAX_MODEL_LEN
+    assert room("trainer.max_prompt_length=500") == MAX_MODEL_LEN
+    assert room("trainer.max_prompt_length=900") == 909, "as for a teacher that reads the policy's tokens"
+    assert room(f"{SECTION}.engine.max_model_len={MAX_MODEL_LEN}") == MAX_MODEL_LEN, (
+        "vLLM refuses more than the model's"
+    )
 
 
 @pytest.mark.parametrize("refuses", ["engine", "aligner"])
