@@ -20,6 +20,7 @@ from hpcrl.errors import ConfigError
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"
 _SEPARATORS = {"apptainer": ",:", "pyxis": ',: \t"$`\\'}  # Enroot reads words of a line, which a shell has written
+_BOUNDED = ("timeout", "--kill-after=30", "600")  # a node whose disk hangs would keep the job from its start
 _REMOVE_LEFT = 'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
 
 
@@ -93,7 +94,7 @@ def lines_of_a_restart(container: ContainerConfig) -> list[str]:
     """
     if container.kind != "pyxis":
         return []
-    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--output=/dev/null", "--error=/dev/null"]
+    step = [*_BOUNDED, "srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--output=/dev/null", "--error=/dev/null"]
     return [f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {shlex.join([*step, "bash", "-c", _REMOVE_LEFT])}']
 
 

@@ -291,3 +291,7 @@ def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_p
             environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count}
             subprocess.run(["bash", "-c", lines[at]], env=environment, check=True)
     assert removed.read_text().splitlines() == ["remove --force -- pyxis_7.0 pyxis_7_7.4294967291"] * 2
+    (programs / "srun").write_text("#!/bin/sh\nsleep 600\n")
+    soon = lines[at].replace(" 600 ", " 1 ")
+    done = subprocess.run(["bash", "-c", soon], env=environment, timeout=300, check=False)
+    assert done.returncode == 124, "a node that hangs keeps no job from its start"
