@@ -80,7 +80,7 @@ class Agent(AgentEnvironment):
         Raises:
             UserCodeError: it failed, or left no reward.
             ServiceError: the service did, or the sandbox is lost.
-            ConfigError: the file with the service's token cannot be used.
+            ConfigError: the file with the service's token cannot be used, or Enroot would change the value of a variable.
         """
         row = {**self._row, "prompt": messages}
         if self._config.service.url:
