@@ -452,6 +452,12 @@ OURS = [
         {"slurm.container.mounts": ["/data", "/a:/b", "/c:/d:ro"]},
     ),
     Case(
+        "mounts of Pyxis have no blanks",
+        {"slurm.container.kind": "pyxis", "slurm.container.image": "/h.sqsh", "slurm.container.mounts": ["/a b"]},
+        "slurm.container.mounts", "expected paths without blanks",
+        {"slurm.container.kind": "apptainer", "slurm.container.image": "/h.sif", "slurm.container.mounts": ["/a b"]},
+    ),
+    Case(
         "GPUs that are not counted are those of whole nodes",
         {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8}, "slurm.gpu_option", "set slurm.exclusive=true",
         {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8, "slurm.exclusive": True},
