@@ -21,7 +21,11 @@ _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSE
 _TEMPORARY = "/tmp"
 _SEPARATORS = {"apptainer": ",:", "pyxis": ',: \t"$`\\'}  # Enroot reads words of a line, which a shell has written
 _BOUNDED = ("timeout", "--kill-after=30", "600")  # a node whose disk hangs would keep the job from its start
-_REMOVE_LEFT = 'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
+# Variables of the user may name other directories than those of Pyxis, which does not pass them on to Enroot (enroot_want_env in its source).
+_REMOVE_LEFT = (
+    "unset ${!ENROOT_@} ${!XDG_@}; "
+    'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
+)
 
 
 @dataclass(frozen=True)

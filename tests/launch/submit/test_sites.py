@@ -279,7 +279,9 @@ def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_p
     programs, removed = tmp_path / "bin", tmp_path / "removed"
     programs.mkdir()
     listed = "pyxis_70.0 pyxis_7.0 mine pyxis_7_7.4294967291"
-    enroot = f'[ $1 = list ] && printf "%s\\n" {listed} || echo "$@" >> {removed}'
+    enroot = (
+        f'env | grep -qE "^(ENROOT|XDG)_" && exit 1; [ $1 = list ] && printf "%s\\n" {listed} || echo "$@" >> {removed}'
+    )
     for name, program in (("srun", 'while [ "$1" != bash ]; do shift; done; exec "$@"'), ("enroot", enroot)):
         (programs / name).write_text(f"#!/bin/sh\n{program}\n")
         (programs / name).chmod(0o755)
@@ -289,6 +291,7 @@ def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_p
         assert at < next(index for index, line in enumerate(lines) if "submitit.core._submit" in line)
         for count in ("", "0", "1"):
             environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count}
+            environment |= {"ENROOT_DATA_PATH": "/my/own", "XDG_RUNTIME_DIR": "/run/user/of/the/login/node"}
             subprocess.run(["bash", "-c", lines[at]], env=environment, check=True)
     assert removed.read_text().splitlines() == ["remove --force -- pyxis_7.0 pyxis_7_7.4294967291"] * 2
     (programs / "srun").write_text("#!/bin/sh\nsleep 600\n")
