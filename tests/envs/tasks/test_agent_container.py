@@ -152,6 +152,7 @@ def test_no_reward_is_made_of_a_container_that_did_not_start(program: Program) -
     with pytest.raises(UserCodeError, match=rf"its container did not start \(exit code {code}\)"):
         played(program, "true", "exit_code", **wrong)
     assert played(program, "exit 3", "exit_code").reward == 0.0
+    assert played(program, 'rm -r "${HPCRL_ROW%/*}"/[!w]*', "exit_code").reward == 1.0, "whatever it removes"
     assert homes() == []
 
 
