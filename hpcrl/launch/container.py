@@ -20,7 +20,12 @@ from hpcrl.errors import ConfigError
 _ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
 _TEMPORARY = "/tmp"
 _SEPARATORS = {"apptainer": ",:", "pyxis": ',: \t"$`\\'}  # Enroot reads words of a line, which a shell has written
-_REMOVE_LEFT = 'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
+_BOUNDED = ("timeout", "--kill-after=30", "600")  # a node whose disk hangs would keep the job from its start
+# Variables of the user may name other directories than those of Pyxis, which does not pass them on to Enroot (enroot_want_env in its source).
+_REMOVE_LEFT = (
+    "unset ${!ENROOT_@} ${!XDG_@}; "
+    'enroot list | grep "^pyxis_${SLURM_JOB_ID}[._]" | xargs --no-run-if-empty enroot remove --force --'
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ def lines_of_a_restart(container: ContainerConfig) -> list[str]:
     """
     if container.kind != "pyxis":
         return []
-    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--output=/dev/null", "--error=/dev/null"]
+    step = [*_BOUNDED, "srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--output=/dev/null", "--error=/dev/null"]
     return [f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {shlex.join([*step, "bash", "-c", _REMOVE_LEFT])}']
 
 

@@ -269,10 +269,10 @@ def test_prompts_are_kept_until_their_groups_are_used(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.01)
         assert made == sorted(set(made))
         assert prompts[0]
-        assert made[-1] == 0, "of one that is used it is not kept"
+        assert made.count(0) == 2, "of one that is used it is not kept"
         making.cancel()
 
-    asyncio.run(controller())
+    asyncio.run(asyncio.wait_for(controller(), 60))
 
 
 def test_a_fault_while_a_prompt_is_made_is_raised() -> None:

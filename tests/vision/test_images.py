@@ -149,10 +149,10 @@ def test_an_image_is_seen_whatever_its_exif_has(tag: int, kind: int) -> None:
 XMP = '<rdf:Description tiff:Orientation="6"/>'
 
 
-def turning(kind: bytes) -> bytes:
-    """Return a chunk of a PNG that turns it a quarter."""
+def turning(kind: bytes, tag: int = 274) -> bytes:
+    """Return a chunk of a PNG that turns it a quarter; with another tag than the orientation's it does not."""
     exif = Image.Exif()
-    exif[274] = 6
+    exif[tag] = 6
     data = {
         b"eXIf": exif.tobytes().removeprefix(b"Exif\0\0"),
         b"tEXt": b"Raw profile type exif\0\nexif\n9\n" + exif.tobytes().hex().encode(),
@@ -175,6 +175,15 @@ def test_a_png_has_the_size_that_is_seen(before: bytes, kind: bytes, frames: int
     assert (seen.size == (10, 40)) == (
         before == b"IDAT" or (before == b"IEND" and frames == 1) or (before == b"fcTL" and frames == 2)
     )
+
+
+@pytest.mark.parametrize("kind", [b"eXIf", b"iTXt"])
+def test_what_is_behind_the_pixels_of_a_png_does_not_count_where_exif_is_before_them(kind: bytes) -> None:
+    """Its placeholders would be those of an image that lies on its side, and its patches those of one that does not."""
+    file = png([Image.new("RGB", (40, 10))])
+    before, behind = (file.rfind(chunk) - 4 for chunk in (b"IDAT", b"IEND"))
+    text = image_text(file[:before] + turning(b"eXIf", 296) + file[before:behind] + turning(kind) + file[behind:])
+    assert size_of(text) == (opened(text).height, opened(text).width) == (10, 40)
 
 
 def test_the_size_of_a_png_is_found_without_its_pixels() -> None:

@@ -126,7 +126,7 @@ def _container(agent: AgentConfig) -> Iterator[Problem]:
         yield Problem(
             f"{section}.kind", "programs are started in it, and a service is asked (service.url); leave it out"
         )
-    yield from mount_problems(f"{section}.mounts", container.mounts)
+    yield from mount_problems(f"{section}.mounts", container.mounts, enroot=container.kind == "enroot")
     for name in container.env:
         if not name.isidentifier():
             yield Problem(f"{section}.env", f"expected names of variables, found {name!r}")

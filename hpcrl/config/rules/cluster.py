@@ -335,7 +335,7 @@ def container(config: ConfigTree) -> Iterator[Problem]:
         yield Problem("slurm.container.kind", 'set it to "apptainer" or "pyxis", or leave out slurm.container.image')
     elif container.kind != "none" and not container.image:
         yield Problem("slurm.container.image", f"set it: slurm.container.kind is {container.kind}")
-    yield from mount_problems("slurm.container.mounts", container.mounts)
+    yield from mount_problems("slurm.container.mounts", container.mounts, enroot=container.kind == "pyxis")
     for name in PYXIS_LISTS if container.kind == "pyxis" else ():
         if name in container.arguments:
             yield Problem(
@@ -343,11 +343,14 @@ def container(config: ConfigTree) -> Iterator[Problem]:
             )
 
 
-def mount_problems(setting: str, mounts: Sequence[str]) -> Iterator[Problem]:
+def mount_problems(setting: str, mounts: Sequence[str], *, enroot: bool) -> Iterator[Problem]:
+    """Yield the problems of mounts of a container, which Enroot starts or another program."""
     for mount in mounts:
         if not mount.startswith("/") or "," in mount or mount.count(":") > 2:
             expected = "expected SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths without commas"
             yield Problem(setting, f"{expected}, found {mount!r}")
+        elif enroot and set(mount) & set(" \t"):
+            yield Problem(setting, f"expected paths without blanks, which Enroot does not mount, found {mount!r}")
 
 
 def counted_gpus(config: ConfigTree) -> Iterator[Problem]:

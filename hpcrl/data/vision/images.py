@@ -183,7 +183,8 @@ def size_of(image: str) -> tuple[int, int]:
     """Return height and width of an image, of which no pixel is decoded; errors as of `opened`."""
     with _reading(image) as found:
         width, height = found.size
-        orientation = _orientation(_exif_of_png(found) if found.format == "PNG" else found.getexif())
+        hidden = found.format == "PNG" and "exif" not in found.info
+        orientation = _orientation(_exif_of_png(found) if hidden else found.getexif())
     return (width, height) if orientation in _SIDEWAYS else (height, width)
 
 
@@ -195,7 +196,7 @@ def _orientation(exif: Exif) -> Any:
 
 
 def _exif_of_png(image: Any) -> Exif:
-    """Return the EXIF of a PNG, which its `getexif` finds behind the pixels by decoding them."""
+    """Return the EXIF of a PNG that has none before its pixels: its `getexif` finds it behind them, and decodes them for that."""
     from PIL import Image, PngImagePlugin
 
     file = io.BytesIO()

@@ -15,7 +15,7 @@ from hpcrl.errors import ConfigError
 _KEPT_BACK = ("HPCRL_", "REMOTE_REWARD_", "ANTHROPIC_AUTH_TOKEN")  # the last one Anthropic's client prefers to a key
 _QUOTES = "\"'"
 _HANDED_ON = "APPTAINERENV_"  # what Apptainer hands on under the name without it
-_BEGIN = ("sh", "-c", ': > "$0" && cd "$1" && shift && exec "$@"')
+_BEGIN = ("sh", "-c", 'echo > "$0" && cd "$1" && shift && exec "$@"')
 
 
 def variables(endpoint: Endpoint, programs: str) -> dict[str, str]:
@@ -42,8 +42,8 @@ def contained(
     """Return the command that runs a program in a container, and the environment to run it in.
 
     The program sees the image, the directory of its sample at the same place, and what is mounted. It has the environment variables listed
-    here and those that `container.env` names. None is an argument, which others on the node could read. The file that `started` names is
-    made inside before the program begins.
+    here and those that `container.env` names. None is an argument, which others on the node could read. A line is written into the file that
+    `started` names, inside, before the program begins.
 
     Args:
         directory: of the sample; the program begins in `work` in it.
@@ -74,7 +74,7 @@ def contained(
 
 
 def started(directory: Path) -> Path:
-    """Return the file that says, in the directory of a sample, that its container has started."""
+    """Return the file in the directory of a sample that is empty until its container has started."""
     return directory / "started"
 
 

@@ -80,7 +80,7 @@ class Agent(AgentEnvironment):
         Raises:
             UserCodeError: it failed, or left no reward.
             ServiceError: the service did, or the sandbox is lost.
-            ConfigError: the file with the service's token cannot be used.
+            ConfigError: the file with the service's token cannot be used, or Enroot would change the value of a variable.
         """
         row = {**self._row, "prompt": messages}
         if self._config.service.url:
@@ -106,10 +106,12 @@ class Agent(AgentEnvironment):
         inside = self._config.container.kind != "none"
         if inside:
             command, environment = contained(self._config.container, command, home, endpoint, files)
-        ran = run_supervised(command, environment, work, endpoint.ended)
+        with open(started(home), "wb") as note:  # the program may remove it
+            ran = run_supervised(command, environment, work, endpoint.ended)
+            begun = os.fstat(note.fileno()).st_size > 0
         if ran.code is None:
             raise UserCodeError("its program was ended")
-        if inside and not started(home).exists():
+        if inside and not begun:
             # Enroot ends with 0 where it does not know an option: no reward is made of that
             printed = self._shown(ran.output, endpoint)
             raise UserCodeError(f"its container did not start (exit code {ran.code}): {printed}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.validate import build
+from hpcrl.errors import ConfigError
 from hpcrl.launch.doctor.cluster import (
     cluster_findings,
     parse_config,
@@ -178,6 +179,8 @@ def _of_compute_node(directories: Mapping[str, Path], slurm: SlurmConfig, wait_s
             yield from _findings_of_session(node, probes, wait_s, needed, slurm)
     except NoAnswerError as failure:
         yield _no_node(str(failure), partition, wait_s)
+    except ConfigError as failure:
+        yield _no_container(failure)
     finally:
         for probe in probes.values():
             shutil.rmtree(probe, ignore_errors=True)
@@ -193,6 +196,8 @@ def _of_sandbox_node(directory: Path, asked: SlurmConfig, wait_s: int) -> Iterat
             yield sandbox_finding(node.request(wait_s + _FACTS_S, verb="sandboxes"))
     except NoAnswerError as failure:
         yield replace(_no_node(str(failure), partition or "the default partition", wait_s), subject="node of sandboxes")
+    except ConfigError as failure:
+        yield replace(_no_container(failure), subject="node of sandboxes")
 
 
 def _made(probes: Iterable[Path]) -> bool:
@@ -228,6 +233,11 @@ def _no_node(output: str, partition: str, wait_s: int) -> Finding:
         "an environment and a slurm.root that all nodes see are needed; slurm.setup runs before (FILE.toml as argument)"
     )
     return error("compute node", "; ".join(lines) or output, remedy)
+
+
+def _no_container(failure: ConfigError) -> Finding:
+    found, _, remedy = str(failure).rpartition("; ")
+    return error("compute node", found, remedy)
 
 
 def _findings_of_session(

@@ -319,6 +319,11 @@ AGENTS = [
         "mounts are paths",
         {**BOXED, f"{BOX}.mounts": ["data"]}, f"{BOX}.mounts", "absolute paths", {**BOXED, f"{BOX}.mounts": ["/data:/data:ro"]},
     ),
+    Case(
+        "mounts of Enroot have no blanks",
+        {**BOXED, f"{BOX}.kind": "enroot", f"{BOX}.mounts": ["/a b"]}, f"{BOX}.mounts", "expected paths without blanks",
+        {**BOXED, f"{BOX}.kind": "apptainer", f"{BOX}.mounts": ["/a b"]},
+    ),
     Case("variables have names", {**BOXED, f"{BOX}.env": ["A=1"]}, f"{BOX}.env", "names of variables", {**BOXED, f"{BOX}.env": ["A"]}),
     Case(
         "an agent's samples have no critic",

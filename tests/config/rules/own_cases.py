@@ -20,6 +20,9 @@ FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
 
 PREFIXES = {"trainer.shared_prefixes": True, "trainer.max_tokens_per_micro_batch": 4096}
 
+PYXIS = {"slurm.container.kind": "pyxis", "slurm.container.image": "/h.sqsh"}
+MOUNTS = "slurm.container.mounts"
+
 OURS = [
     Case(
         "samples share prefixes with FSDP2",
@@ -431,10 +434,8 @@ OURS = [
         {"slurm.python": "/env/bin/python"},
     ),
     Case(
-        "a list of Pyxis is one word with its value",
-        {"slurm.container.kind": "pyxis", "slurm.container.image": "/h.sqsh", "slurm.container.arguments": ["--container-env", "A"]},
-        "slurm.container.arguments", "write --container-env=VALUE as one word",
-        {"slurm.container.kind": "pyxis", "slurm.container.image": "/h.sqsh", "slurm.container.arguments": ["--container-env=A"]},
+        "a list of Pyxis is one word with its value", {**PYXIS, "slurm.container.arguments": ["--container-env", "A"]},
+        "slurm.container.arguments", "write --container-env=VALUE as one word", {**PYXIS, "slurm.container.arguments": ["--container-env=A"]},
     ),
     Case(
         "a container has a kind",
@@ -451,6 +452,7 @@ OURS = [
         {"slurm.container.mounts": ["data"]}, "slurm.container.mounts", "found 'data'",
         {"slurm.container.mounts": ["/data", "/a:/b", "/c:/d:ro"]},
     ),
+    Case("mounts of Pyxis have no blanks", {**PYXIS, MOUNTS: ["/a b"]}, MOUNTS, "paths without blanks", {**PYXIS, MOUNTS: ["/a"]}),
     Case(
         "GPUs that are not counted are those of whole nodes",
         {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8}, "slurm.gpu_option", "set slurm.exclusive=true",

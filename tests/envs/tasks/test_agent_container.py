@@ -1,7 +1,9 @@
 """Programs of agents in containers: how they are started, what they see, and that no key is among the arguments.
 
-A program stands in for apptainer and for enroot; the real enroot runs the same tests where it is installed (`-m containers`). It notes its arguments, reads them as those do, and runs the command where it sees, of this
+A program stands in for apptainer and for enroot. It notes its arguments, reads them as those do, and runs the command where it sees, of this
 machine, only what is mounted and the directories of the operating system, with the variables that are handed on and no others.
+
+The real enroot runs the same tests where it is installed (`-m containers`).
 """
 
 from __future__ import annotations
@@ -150,6 +152,7 @@ def test_no_reward_is_made_of_a_container_that_did_not_start(program: Program) -
     with pytest.raises(UserCodeError, match=rf"its container did not start \(exit code {code}\)"):
         played(program, "true", "exit_code", **wrong)
     assert played(program, "exit 3", "exit_code").reward == 0.0
+    assert played(program, 'rm -r "${HPCRL_ROW%/*}"/[!w]*', "exit_code").reward == 1.0, "whatever it removes"
     assert homes() == []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.cluster import cluster_findings, minutes, parse_config, parse_records, partition_findings
+from hpcrl.launch.doctor.examine import examine
 from hpcrl.launch.doctor.node_session import NoAnswerError, NodeSession
 
 CONFIG = """\
@@ -121,3 +123,21 @@ def test_whether_others_may_be_on_a_runs_nodes(partition: dict[str, str], asked:
 def test_a_program_of_slurm_that_is_not_there_is_silent() -> None:
     with pytest.raises(NoAnswerError, match="no-srun: No such file or directory"):
         NodeSession(["no-srun", "--nodes=1"])
+
+
+def test_a_root_that_a_container_cannot_be_given_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the others, which an error would keep from --json."""
+    root = tmp_path / "a,b"
+    root.mkdir()
+    answers = {"scontrol": f"case $2 in config) cat <<'END'\n{CONFIG}\nEND\n;; *) cat <<'END'\n{PARTITIONS}\nEND\nesac"}
+    for name, program in (answers | dict.fromkeys(["sacct", "sinfo", "srun"], "exit 1")).items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    slurm = {"container": {"kind": "apptainer", "image": "/h.sif"}, "sandboxes": {"nodes": 1}}
+    errors = [finding for finding in examine(root, slurm, 1) if finding.level == "error"]
+    assert [(one.subject, one.remedy) for one in errors] == [
+        (subject, "rename it, or use another") for subject in ("compute node", "node of sandboxes")
+    ]
+    assert all(one.found.startswith(f"{root}: ") for one in errors)
+    assert list(root.iterdir()) == []

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.config.sections.slurm import ContainerConfig
 from hpcrl.errors import ConfigError
+from hpcrl.launch.container import lines_of_a_restart
 from hpcrl.launch.doctor.cluster import request_findings
 from hpcrl.launch.nodes import describe_plan, make_plan
 from hpcrl.launch.pools import with_few_cores
@@ -279,7 +281,9 @@ def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_p
     programs, removed = tmp_path / "bin", tmp_path / "removed"
     programs.mkdir()
     listed = "pyxis_70.0 pyxis_7.0 mine pyxis_7_7.4294967291"
-    enroot = f'[ $1 = list ] && printf "%s\\n" {listed} || echo "$@" >> {removed}'
+    enroot = (
+        f'env | grep -qE "^(ENROOT|XDG)_" && exit 1; [ $1 = list ] && printf "%s\\n" {listed} || echo "$@" >> {removed}'
+    )
     for name, program in (("srun", 'while [ "$1" != bash ]; do shift; done; exec "$@"'), ("enroot", enroot)):
         (programs / name).write_text(f"#!/bin/sh\n{program}\n")
         (programs / name).chmod(0o755)
@@ -289,5 +293,17 @@ def test_what_pyxis_left_on_a_node_is_removed_before_a_requeued_job_starts(tmp_p
         assert at < next(index for index, line in enumerate(lines) if "submitit.core._submit" in line)
         for count in ("", "0", "1"):
             environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": count}
+            environment |= {"ENROOT_DATA_PATH": "/my/own", "XDG_RUNTIME_DIR": "/run/user/of/the/login/node"}
             subprocess.run(["bash", "-c", lines[at]], env=environment, check=True)
     assert removed.read_text().splitlines() == ["remove --force -- pyxis_7.0 pyxis_7_7.4294967291"] * 2
+
+
+def test_a_node_that_hangs_keeps_no_requeued_job_from_its_start(tmp_path: Path) -> None:
+    """As one whose disk does not answer, where the removal of a container waits for ever."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\nsleep 600\n")
+    srun.chmod(0o755)
+    (line,) = lines_of_a_restart(ContainerConfig(kind="pyxis", image="/h.sqsh"))
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "1"}
+    soon = line.replace(" 600 ", " 1 ")
+    assert subprocess.run(["bash", "-c", soon], env=environment, timeout=300, check=False).returncode == 124
