@@ -13,6 +13,7 @@ import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.cache_files import read_turns, turn_files
+from hpcrl.engines.embedded.engine import EmbeddedEngine
 from hpcrl.engines.embedded.rollout import Embedded
 from hpcrl.envs.base import Turn
 from hpcrl.rollout.engines.base import Engine, Generation
@@ -68,8 +69,9 @@ def test_what_ended_under_older_weights_has_their_version(
     with_each_engine: WithEngine[Any], models: list[Path]
 ) -> None:
     async def play(engine: Engine) -> tuple[dict[int, Generation], list[Generation]]:
+        sampling = {**WHOLE, "max_tokens": 400} if isinstance(engine, EmbeddedEngine) else WHOLE  # it is not slowed
         with slowly(models[0]):
-            whole = asyncio.create_task(engine.generate(PROMPT, N, 5, WHOLE, "mine"))
+            whole = asyncio.create_task(engine.generate(PROMPT, N, 5, sampling, "mine"))
             told = dict[int, Generation]()
             while not told:
                 told = (await engine.ended()).get("mine", {})
