@@ -13,6 +13,8 @@ from hpcrl.errors import ConfigError, RunError
 _SIOCGIFADDR = 0x8915
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10000
+_RESERVED = list[socket.socket]()
+"""UDP sockets at the numbers of the chosen TCP ports, until this process ends: other runs on the node do not choose these."""
 
 
 def interface_address(interface: str) -> str:
@@ -63,10 +65,31 @@ def is_free(address: str, port: int) -> bool:
 
 
 def choose_port(address: str) -> int:
-    """Return a free port below the range from which the kernel hands out ports to clients. Raises RunError where none of many tried was free."""
+    """Return a free TCP port that no other run on this node chooses while this process lives.
+
+    It is below the range from which the kernel hands out ports to clients.
+
+    Raises:
+        RunError: none of many ports was free.
+    """
     below = int(_EPHEMERAL.read_text().split()[0])
     ports = range(_FIRST_PORT, below) if below > _FIRST_PORT + 1000 else range(1024, below)
     for port in random.sample(ports, 200):
-        if is_free(address, port):
+        if is_free(address, port) and _reserve(address, port):
             return port
     raise RunError(f"no free port on {address} between {ports.start} and {ports.stop}")
+
+
+def _reserve(address: str, port: int) -> bool:
+    """Reserve a port for this process; return whether it was not reserved.
+
+    The port itself has to stay free for the program that it is chosen for, which may listen there minutes later.
+    """
+    held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        held.bind((address, port))
+    except OSError:
+        held.close()
+        return False
+    _RESERVED.append(held)
+    return True
