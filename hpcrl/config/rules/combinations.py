@@ -109,7 +109,7 @@ from hpcrl.config.sections.tree import ConfigTree
 Rule = Callable[[ConfigTree], Iterator[Problem]]
 
 _COUNTED = re.compile(
-    r"(_size|_nodes|_per_node|_per_prompt|_per_replica|_engines|_steps|\.reshard_after_forward|\.oversampling_ratio)$"
+    r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward|\.oversampling_ratio)$"
 )
 
 
@@ -142,7 +142,18 @@ def impossible(config: ConfigTree) -> list[Problem]:
     wrong = {problem.path for problem in problems}
     rules = [rule for family in families() for rule in family.rules]
     rules += [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
-    return problems + [problem for rule in rules for problem in rule(config) if problem.path not in wrong]
+    found = [problem for rule in rules for problem in _violations(rule, config, excused=bool(wrong))]
+    return problems + [problem for problem in found if problem.path not in wrong]
+
+
+def _violations(rule: Rule, config: ConfigTree, *, excused: bool) -> list[Problem]:
+    """Return the problems that a rule finds; where a value out of range is reported, none if it divides by 0."""
+    try:
+        return list(rule(config))
+    except ZeroDivisionError:
+        if excused:
+            return []
+        raise
 
 
 def _named_functions(config: ConfigTree) -> Iterator[Problem]:
@@ -393,7 +404,6 @@ _CALCULATING: tuple[Rule, ...] = (
     _staleness,
     colocated_engines,
     lent_gpus,
-    ranks_of_scorers,
 )
 """Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
 
@@ -450,6 +460,7 @@ RULES: tuple[Rule, ...] = (
     own_teacher,
     tokens_of_the_policy,
     reference_apart,
+    ranks_of_scorers,
     enough_scorers,
     reward_names,
     group_rewards,

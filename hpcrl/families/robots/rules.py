@@ -41,7 +41,7 @@ def actions(config: ConfigTree) -> Iterator[Problem]:
         () if vla.moves_by_flow else (("", generator.sampling_params), ("eval_", generator.eval_sampling))
     ):
         path = _LENGTH.replace("sampling_params", f"{told}sampling_params")
-        if robot.actions_per_turn > 0 and params.max_generate_length % robot.actions_per_turn:
+        if params.max_generate_length % robot.actions_per_turn:
             yield Problem(
                 path,
                 f"expected a multiple of {_ROBOT}.actions_per_turn ({robot.actions_per_turn}), found {params.max_generate_length}: "

@@ -139,7 +139,14 @@ def test_values_out_of_range_do_not_hide_rules_that_need_no_arithmetic() -> None
 
 @pytest.mark.parametrize("value", [0, -1])
 @pytest.mark.parametrize(
-    "base", [{**CRITIC, **COLOCATED}, ACTS, FLOWS, PICTURES, {**TAUGHT, f"{PLACEMENT}.colocate_policy_ref": False}]
+    "base",
+    [
+        {**CRITIC, **COLOCATED},
+        ACTS,
+        FLOWS,
+        PICTURES,
+        {**TAUGHT, f"{PLACEMENT}.colocate_policy_ref": False, "slurm.sandboxes.per_rollout_node": 4},
+    ],
 )
 def test_no_rule_stumbles_over_a_value_out_of_range(base: dict[str, Any], value: int) -> None:
     """Every whole number at a value that may divide, multiply or count: problems, never a ZeroDivisionError."""
