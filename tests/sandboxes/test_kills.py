@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 from hpcrl.data.cache_files import turn_files
+from hpcrl.errors import ServiceError
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import sandbox_name, worker_name
 from hpcrl.runtime.scratch import remove_abandoned
@@ -57,7 +58,8 @@ class Fleet:
         for name in [*map(sandbox_name, range(SERVERS)), *map(worker_name, range(WORKERS))]:
             ended = self.processes[name].poll() if name in self.processes else -SIGKILL
             if ended is not None:
-                assert ended == -SIGKILL, f"{name} has ended by itself"
+                # the latter where the sandbox that a server tries at its start was killed
+                assert ended in (-SIGKILL, ServiceError.exit_code), f"{name} has ended by itself"
                 self.processes[name] = self._start(name)
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
