@@ -88,7 +88,7 @@ def serve(
         if servers := config.sandbox_servers:
             from hpcrl.rollout.own_services import sandboxes_of
 
-            sandboxes = sandboxes_of(run, attempt, servers)
+            sandboxes = sandboxes_of(run, attempt, servers, options.name)
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(ControllerClient(run, attempt)))
         if not shared:  # else its agent tells, once this process has ended and its memory is free

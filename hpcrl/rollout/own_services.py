@@ -16,15 +16,16 @@ from hpcrl.runtime.token import NONCE, AttemptKey, Sender, of_process, read_toke
 _LOOK_S = 1.0
 
 
-def sandboxes_of(run: Run, attempt: int, servers: int) -> Sandboxes:
+def sandboxes_of(run: Run, attempt: int, servers: int, client: str) -> Sandboxes:
     """Return the sandboxes of an attempt.
 
     Args:
         servers: how many there are; they are named sandbox-0 and so on.
+        client: name of this process.
     """
     token = read_token(run)
     known = [SandboxRoute(OwnService(run, attempt, sandbox_name(server), token), "") for server in range(servers)]
-    return Sandboxes(lambda: known)
+    return Sandboxes(lambda: known, client)
 
 
 class OwnService:

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +37,22 @@ class Busy(SandboxError):
     """A sandbox has as many requests at a time as it may."""
 
 
+@dataclass(frozen=True)
+class Client:
+    """The process that starts a sandbox.
+
+    Attributes:
+        name: which it keeps after a restart; empty: it is started once.
+        started: its start, in seconds since the epoch.
+    """
+
+    name: str = ""
+    started: float = 0.0
+
+    def replaces(self, other: Client) -> bool:
+        return bool(self.name) and self.name == other.name and self.started > other.started
+
+
 @dataclass
 class Leased:
     """A sandbox whose client has to be heard of before `until`, as of `time.monotonic`; one in use has no end.
@@ -46,6 +62,7 @@ class Leased:
     """
 
     sandbox: Sandbox
+    client: Client
     until: float
     begun_with: str = ""
     users: int = 0
@@ -81,8 +98,12 @@ class NodeSandboxes:
     def running(self) -> int:
         return len(self._held) + self._starting
 
-    def start(self, name: str, *, network: bool = False, snapshot: str | None = None) -> str:
+    def start(
+        self, name: str, *, network: bool = False, snapshot: str | None = None, client: Client | None = None
+    ) -> str:
         """Start a sandbox of an image, with the changes of a snapshot, and return its key.
+
+        Those of an earlier process of the same client end first: nothing will end them before their leases do.
 
         Raises:
             NodeFull: there are as many as there may be, or this node ends.
@@ -92,6 +113,8 @@ class NodeSandboxes:
         if network and name not in self._network:
             allowed = ", ".join(sorted(self._network)) or "none"
             raise DataError(f"sandboxes of image {name!r} have no network; those that may: {allowed}")
+        client = client or Client()
+        self._end_where(lambda one: client.replaces(one.client))
         with self._lock:
             if self._closed or self.running >= self.most:
                 raise NodeFull(
@@ -103,7 +126,7 @@ class NodeSandboxes:
             key = secrets.token_urlsafe(32)
             with self._lock:
                 if not self._closed:
-                    self._held[_digest(key)] = Leased(sandbox, time.monotonic() + self.lease_s, snapshot or "")
+                    self._held[_digest(key)] = Leased(sandbox, client, time.monotonic() + self.lease_s, snapshot or "")
                     return key
             sandbox.end()
             raise NodeFull(_ENDS)
@@ -193,9 +216,12 @@ class NodeSandboxes:
     def end_expired(self) -> int:
         """End the sandboxes whose clients are gone; return how many."""
         now = time.monotonic()
+        return self._end_where(lambda one: not one.users and one.until < now)
+
+    def _end_where(self, gone: Callable[[Leased], bool]) -> int:
         with self._lock:
-            gone = [digest for digest, one in self._held.items() if not one.users and one.until < now]
-            ended = [self._held.pop(digest) for digest in gone]
+            digests = [digest for digest, one in self._held.items() if gone(one)]
+            ended = [self._held.pop(digest) for digest in digests]
         for one in ended:
             one.sandbox.end()
         return len(ended)

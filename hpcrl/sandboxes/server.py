@@ -1,6 +1,7 @@
 """The server of a node's sandboxes, over HTTP.
 
-    POST /start     {image, network?, snapshot?}                     -> {key, lease_s}; 503 where the node is full, 500 where it cannot
+    POST /start     {image, network?, snapshot?, client?, client_started?}
+                                                                     -> {key, lease_s}; 503 where the node is full, 500 where it cannot
     GET  /health                                                     -> {running, most}
     POST /exec      {command, seconds, input?, terminal?, environment?, directory?, most?}
                                                                      -> lines {stdout} or {stderr}, the last {code, ended}; {} every
@@ -10,7 +11,7 @@
 
 The first two need the proof of a run's process, or of a token, and the others the key of a sandbox, which is of one sample. Contents are in
 base64. A program that writes more than `most` bytes is ended. What a request lacks is answered with 400 and a reason. A program ends when its
-client closes the connection.
+client closes the connection. A start by a client that has restarted ends the sandboxes that it had started before.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from hpcrl.runtime.http_server import (
     send_body,
     serve,
 )
-from hpcrl.sandboxes.node import MOST_REQUESTS, Busy, NodeFull, NodeSandboxes, UnknownKey
+from hpcrl.sandboxes.node import MOST_REQUESTS, Busy, Client, NodeFull, NodeSandboxes, UnknownKey
 from hpcrl.sandboxes.sandbox import SandboxCommand, SandboxEnded
 from hpcrl.sandboxes.snapshots import KEPT_S
 
@@ -65,7 +66,13 @@ _EXEC = {
     "directory": (str, ""),
     "most": (float, math.inf),
 }
-_START = {"image": (str, None), "network": _NETWORK, "snapshot": (str, "")}
+_START = {
+    "image": (str, None),
+    "network": _NETWORK,
+    "snapshot": (str, ""),
+    "client": (str, ""),
+    "client_started": (float, 0.0),
+}
 _OF_NODE = "GET /health", "POST /start"
 _STATUS = {UnknownKey: 401, SandboxEnded: 410, Busy: 429, NodeFull: 503}
 Body = Mapping[str, Any]
@@ -140,9 +147,9 @@ class SandboxServer:
         if path == "/health":
             return {"running": self._node.running, "most": self._node.most}
         asked = _fields(content, _START)
-        snapshot = asked["snapshot"] or None
+        client, snapshot = Client(asked["client"], asked["client_started"]), asked["snapshot"] or None
         key = await self._in_thread(
-            lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot)
+            lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot, client=client)
         )
         return {"key": key, "lease_s": self._node.lease_s}
 

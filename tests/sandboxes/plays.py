@@ -53,7 +53,7 @@ async def main(run: Run, worker: str, servers: int) -> None:
     cache, loop = GenerationCache(run, worker, engine), asyncio.get_running_loop()
     config = GeneratorConfig(max_turns=len(SAYS), n_samples_per_prompt=1)
     tokenizer: Any = Letters()
-    sandboxes = sandboxes_of(run, 1, servers)
+    sandboxes = sandboxes_of(run, 1, servers, worker)
     generator = GroupGenerator(engine, tokenizer, config, EnvironmentConfig(), sandboxes=sandboxes)
 
     async def play(group_id: str, turns: list[str]) -> None:

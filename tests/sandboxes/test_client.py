@@ -18,9 +18,9 @@ from hpcrl.errors import SandboxError, ServiceError
 from tests.sandboxes.material import PATIENCE_S, TOKEN
 
 
-def sandboxes_of(*addresses: str) -> Sandboxes:
+def sandboxes_of(*addresses: str, client: str = "") -> Sandboxes:
     servers = [Fixed(address, TOKEN) for address in addresses]
-    return Sandboxes(lambda: servers)
+    return Sandboxes(lambda: servers, client)
 
 
 def test_a_sandbox_of_an_environment(serving: Callable[..., Any]) -> None:
@@ -84,6 +84,24 @@ def test_a_lease_is_renewed_as_long_as_its_client_is_there(serving: Callable[...
             time.sleep(0.1)
         assert kept.run(["sh", "-c", "echo on"], PATIENCE_S).stdout == b"on\n"
         kept.end()
+
+
+def test_a_worker_that_has_restarted_gets_the_places_of_the_one_that_was_killed(serving: Callable[..., Any]) -> None:
+    with serving(most=3) as node:
+        killed, other = sandboxes_of(node._url, client="rollout-0"), sandboxes_of(node._url, client="rollout-1")
+        nameless = sandboxes_of(node._url)
+        lost, stays, unowned = killed.start("tiny"), other.start("tiny"), nameless.start("tiny")
+        restarted = sandboxes_of(node._url, client="rollout-0")
+        one = restarted.start("tiny", wait_s=0.0)
+        with pytest.raises(SandboxLost):
+            lost.expect()
+        with pytest.raises(
+            ServiceError, match="3 sandboxes of at most 3"
+        ):  # an earlier process takes no place of a later one
+            killed.start("tiny", wait_s=0.0)
+        for kept in (one, stays, unowned):
+            kept.expect()
+            kept.end()
 
 
 def test_a_sandbox_of_a_server_that_has_ended_is_lost(serving: Callable[..., Any]) -> None:

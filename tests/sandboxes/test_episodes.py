@@ -24,6 +24,7 @@ from hpcrl.rollout.generation_cache import GenerationCache
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.own_services import sandboxes_of
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.snapshots import KEPT_S, SnapshotStore
 from hpcrl.types import Prompt, Work
@@ -117,7 +118,9 @@ def work(run: Run, group: str) -> Work:
 
 def generator(run: Run, engine: Any) -> GroupGenerator:
     config = GeneratorConfig(max_turns=TURNS, n_samples_per_prompt=1)
-    return GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig(), sandboxes=sandboxes_of(run, 1, 1))
+    return GroupGenerator(
+        engine, TOKENIZER, config, EnvironmentConfig(), sandboxes=sandboxes_of(run, 1, 1, worker_name(0))
+    )
 
 
 async def killed(run: Run, group: str) -> None:

@@ -22,7 +22,7 @@ from hpcrl.errors import DeviceError, SandboxError, ServiceError
 from hpcrl.rollout.own_services import sandboxes_of
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.process_names import sandbox_name
+from hpcrl.rundir.process_names import sandbox_name, worker_name
 from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
 from hpcrl.sandboxes.images import ImageStore
 from tests.paths import QUICKSTART, ROOT
@@ -87,16 +87,16 @@ def test_a_start_ends_at_once_where_no_node_will_ever_have_sandboxes(tmp_path: P
     run = make_run(tmp_path)
     StatusWriter(run, sandbox_name(0), 1).write(f"{GIVEN_UP}: SandboxError: this kernel is too old")
     with pytest.raises(ServiceError, match="no sandbox of image 'tiny' within 0 s"):  # the other one may come back
-        sandboxes_of(run, 1, 2).start("tiny", wait_s=0.0)
+        sandboxes_of(run, 1, 2, worker_name(0)).start("tiny", wait_s=0.0)
     StatusWriter(run, sandbox_name(1), 1).write(f"{GIVEN_UP}: SandboxError: this kernel is too old")
     with pytest.raises(DeviceError, match=r"sandbox-[01] is given up: SandboxError: this kernel is too old"):
-        sandboxes_of(run, 1, 2).start("tiny")
+        sandboxes_of(run, 1, 2, worker_name(0)).start("tiny")
     with pytest.raises(ServiceError, match="a server is away"):
-        sandboxes_of(run, 2, 2).start("tiny", wait_s=0.0)
+        sandboxes_of(run, 2, 2, worker_name(0)).start("tiny", wait_s=0.0)
 
 
 def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, user: Path) -> None:
-    sandboxes = sandboxes_of(run, 1, 1)
+    sandboxes = sandboxes_of(run, 1, 1, worker_name(0))
     with serving(run, user / "one") as process:
         until(lambda: serves(run, process), process)
         one = sandboxes.start("tiny")
@@ -113,7 +113,7 @@ def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, us
         until(lambda: serves(run, process), process)
         one = sandboxes.start("tiny", snapshot=digest, wait_s=PATIENCE_S)
         assert one.read("/file") == b"content"
-        stranger = sandboxes_of(run, 2, 1)  # of another attempt
+        stranger = sandboxes_of(run, 2, 1, worker_name(0))  # of another attempt
         with pytest.raises(ServiceError, match="a server is away"):
             stranger.start("tiny", wait_s=0.0)
         url = json.loads(run.status_file(sandbox_name(0)).read_text())["facts"]["url"]

@@ -21,6 +21,7 @@ from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.own_services import sandboxes_of
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.types import Prompt, Work
 from tests.jobs.agents.test_mini_swe_agent import MINI, VARIABLES, calling
@@ -78,7 +79,7 @@ def test_its_commands_run_in_a_sandbox(run: Run, tmp_path: Path, monkeypatch: py
     async def generate() -> Group:
         async with policy_server(config, tokenizer, 0) as server:
             generator = GroupGenerator(
-                engine, tokenizer, config, environment, server=server, sandboxes=sandboxes_of(run, 1, 1)
+                engine, tokenizer, config, environment, server=server, sandboxes=sandboxes_of(run, 1, 1, worker_name(0))
             )
             return await generator.generate(Work("g", "train", Prompt("0", asked("?"), "agent", ROW), 1, seed=5))
 

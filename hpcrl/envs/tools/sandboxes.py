@@ -65,10 +65,12 @@ class Sandboxes:
 
     Args:
         servers: returns those that serve now, each with the address of its root; called before each round of questions.
+        client: name of this process, which a later process has after its restart; a server then ends the sandboxes of the earlier one.
     """
 
-    def __init__(self, servers: Callable[[], Sequence[Peer]]) -> None:
+    def __init__(self, servers: Callable[[], Sequence[Peer]], client: str = "") -> None:
         self._servers, self._turn = servers, count(random.randrange(1 << 16))
+        self._client = {"client": client, "client_started": time.time()}
 
     def start(
         self, image: str, *, network: bool = False, snapshot: str | None = None, wait_s: float = 600.0
@@ -85,7 +87,8 @@ class Sandboxes:
             DeviceError: no server of the run will ever start one.
             ServiceError: no server has started one in time.
         """
-        content = json.dumps({"image": image, "network": network, "snapshot": snapshot or ""}).encode()
+        asked = {"image": image, "network": network, "snapshot": snapshot or ""}
+        content = json.dumps(asked | self._client).encode()
         deadline, wait, why = time.monotonic() + wait_s, _FIRST_WAIT_S, "no server is there"
         while True:
             servers, gone = self._servers(), 0
