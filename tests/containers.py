@@ -26,7 +26,7 @@ def missing(*programs: str) -> str:
 def make_image(path: Path) -> Path:
     """Make a .sqsh file of directories without files, and return its path."""
     root = path.parent / "root_of_image"
-    for name in ("usr", "etc", "dev", "proc", "sys", "run", "tmp", "root", "var"):
+    for name in ("usr", "etc", "dev", "proc", "sys", "run", "tmp", "root", "var/tmp"):
         (root / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")

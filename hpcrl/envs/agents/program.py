@@ -14,7 +14,9 @@ from hpcrl.errors import ConfigError
 
 _KEPT_BACK = ("HPCRL_", "REMOTE_REWARD_", "ANTHROPIC_AUTH_TOKEN")  # the last one Anthropic's client prefers to a key
 _QUOTES = "\"'"
-_HANDED_ON = "APPTAINERENV_"  # what Apptainer hands on under the name without it
+_HANDED_ON = ("APPTAINERENV_", "SINGULARITYENV_")  # what Apptainer hands on under the name without them
+# It hands these on whatever the options are. It may need them itself, for an image from a registry.
+_PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy")
 _BEGIN = ("sh", "-c", 'echo > "$0" && cd "$1" && shift && exec "$@"')
 
 
@@ -58,11 +60,12 @@ def contained(
     work = str(directory / "work")
     begin = [*_BEGIN, str(started(directory)), work, *command]
     seen = [_parts(mount) for mount in (str(directory), *container.mounts)]
-    outside = {name: value for name, value in own.items() if not name.startswith((*_KEPT_BACK, _HANDED_ON))}
+    outside = {name: value for name, value in own.items() if not name.startswith((*_KEPT_BACK, *_HANDED_ON))}
     if container.kind == "apptainer":
         binds = [f"--bind={source}:{target}:{mode}" for source, target, mode in seen]
         start = ["apptainer", "exec", "--containall", "--cleanenv", f"--pwd={work}", *binds, *container.arguments]
-        handed = {f"{_HANDED_ON}{name}": value for name, value in told.items()}
+        none = {name: "" for name in own if name.lower() in _PROXIES}
+        handed = {f"{_HANDED_ON[0]}{name}": value for name, value in {**none, **told}.items()}
         return [*start, container.image or "", *begin], {**outside, **handed}
     for name, value in told.items():
         _check_for_enroot(name, value)

@@ -3,7 +3,7 @@
 A program stands in for apptainer and for enroot. It notes its arguments, reads them as those do, and runs the command where it sees, of this
 machine, only what is mounted and the directories of the operating system, with the variables that are handed on and no others.
 
-The real enroot runs the same tests where it is installed (`-m containers`).
+The real ones run the same tests where they are installed (`-m containers`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import json
 import os
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from hpcrl.envs.tasks.agent import Agent
 from hpcrl.errors import ConfigError, UserCodeError
 from hpcrl.rundir.commit import write_text
 from tests.containers import SYSTEM, make_image, missing
-from tests.envs.tasks.test_agent import KEY, MESSAGES, PAYS, endpoint, homes
+from tests.envs.tasks.test_agent import KEY, MESSAGES, ORPHANS, PAYS, endpoint, homes, running
 
 STAND_IN = """#!{python} -IS
 import json, os, sys
@@ -50,7 +53,9 @@ if image != "/images/agent":
 given = {{option: [value for one, value in options if one == option] for option, _ in options}}
 if name == "apptainer":
     assert "--containall" in given and "--cleanenv" in given, given
-    told = {{key[13:]: value for key, value in os.environ.items() if key.startswith("APPTAINERENV_")}}
+    told = {{key: value for key, value in os.environ.items() if key.lower().endswith("_proxy")}}  # whatever --cleanenv
+    for before in ("SINGULARITYENV_", "APPTAINERENV_"):
+        told |= {{key[len(before):]: value for key, value in os.environ.items() if key.startswith(before)}}
     binds = [one.split(":") for one in given["--bind"]]
     directory = given["--pwd"][0]
 else:
@@ -85,23 +90,35 @@ class Program:
     mounts: Sequence[str] = ()
 
 
-@pytest.fixture(params=["apptainer", "enroot", pytest.param("real enroot", marks=pytest.mark.containers)])
+REAL = {
+    "apptainer": ["apptainer", "mksquashfs"],
+    "enroot": ["enroot", "mksquashfs", "unsquashfs", "squashfuse", "fuse-overlayfs"],
+}
+
+
+@pytest.fixture(params=[*REAL, *(pytest.param(f"real {kind}", marks=pytest.mark.containers) for kind in REAL)])
 def program(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     log, kind = tmp_path / "calls", request.param.split()[-1]
-    if request.param != "real enroot":
+    if kind == request.param:
         found, script = Program(kind), STAND_IN.format(python=sys.executable, log=str(log))
     else:
-        if reason := missing("enroot", "mksquashfs", "unsquashfs", "squashfuse", "fuse-overlayfs"):
+        if reason := missing(*REAL[kind]):
             pytest.skip(reason)
         found = Program(kind, str(make_image(tmp_path / "image.sqsh")), SYSTEM)
-        script = f'#!/bin/sh\necho "$*" >> {log}\nexec {shutil.which("enroot")} "$@"\n'
+        script = f'#!/bin/sh\necho "$*" >> {log}\nexec {shutil.which(kind)} "$@"\n'
     write_text(tmp_path / "bin" / kind, script, mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     return found
 
 
 def played(
-    program: Program, script: str, reward: Any = "file", image: str = "", mounts: Sequence[str] = (), **settings: Any
+    program: Program,
+    script: str,
+    reward: Any = "file",
+    image: str = "",
+    mounts: Sequence[str] = (),
+    ended: threading.Event | None = None,
+    **settings: Any,
 ) -> Turn:
     container = AgentContainerConfig(
         kind=program.kind, image=image or program.image, mounts=[*program.mounts, *mounts], **settings
@@ -109,7 +126,7 @@ def played(
     gym = SkyRLGymConfig(agent=AgentConfig(command=["sh", "-c", script], reward=reward, container=container))
     made = make_environment("agent", common_extras(EnvironmentConfig(skyrl_gym=gym), 4))
     assert isinstance(made, Agent)
-    return made.play(MESSAGES, endpoint())
+    return made.play(MESSAGES, endpoint(ended))
 
 
 def test_what_a_program_sees_in_a_container(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +136,7 @@ def test_what_a_program_sees_in_a_container(program: Program, tmp_path: Path, mo
     monkeypatch.setenv("SECRET", "of the account")
     monkeypatch.setenv("WANTED", "kept")
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("SINGULARITYENV_SECRET", "of the account")
     mounts = [f"{tmp_path}/data:/data:ro", f"{tmp_path}/out"]
     out = tmp_path / "out"
     script = f"env > {out}/env; pwd > {out}/pwd; cat $HPCRL_ROW > {out}/row; cat /data/a > {out}/a; ls {tmp_path} > {out}/ls; "
@@ -129,7 +147,8 @@ def test_what_a_program_sees_in_a_container(program: Program, tmp_path: Path, mo
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:9/v1"
     assert variables["no_proxy"] == "127.0.0.1"
     assert variables["WANTED"] == "kept"
-    assert not {"SECRET", "http_proxy", "NOT_THERE"} & set(variables)
+    assert not {"SECRET", "NOT_THERE"} & set(variables)
+    assert not variables.get("http_proxy")
     assert json.loads((out / "row").read_text())["prompt"] == MESSAGES
     assert (out / "pwd").read_text().strip().endswith("/work")
     assert (out / "a").read_text() == "seen"
@@ -142,6 +161,21 @@ def test_what_a_program_sees_in_a_container(program: Program, tmp_path: Path, mo
 def test_a_program_that_fails_in_a_container_says_so(program: Program) -> None:
     with pytest.raises(UserCodeError, match="exit code 7: no such tool"):
         played(program, "echo no such tool; exit 7", arguments=["--nv"] if program.kind == "apptainer" else ["--rw"])
+    assert homes() == []
+
+
+def test_a_container_is_ended_with_all_it_started_when_its_sample_is_over(program: Program, tmp_path: Path) -> None:
+    mark, ended, begun = f"95{os.getpid()}", threading.Event(), tmp_path / "begun"
+    begun.mkdir()
+    script = f"{ORPHANS.format(mark=mark)} touch {begun}/it; sleep {mark}"
+    with ThreadPoolExecutor(1) as thread:
+        playing = thread.submit(played, program, script, mounts=[str(begun)], ended=ended)
+        while not list(begun.iterdir()) and not playing.done():
+            time.sleep(0.02)
+        ended.set()
+        with pytest.raises(UserCodeError, match="its program was ended"):
+            playing.result()
+    assert running(mark) == []
     assert homes() == []
 
 
