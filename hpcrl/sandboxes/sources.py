@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +23,10 @@ from hpcrl.sandboxes.trees import TreeBounds, read_tree
 _LAYOUT, _INDEX, _MANIFEST = "oci-layout", "index.json", "manifest.json"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _SIF, _SIF_AT = b"SIF_MAGIC", 32
+_CONTAINED = ("--contain", "--pid", "--ipc", "--pwd=/")  # --containall would set LANG before the image does
+_OF_APPTAINER = re.compile(r"(APPTAINER|SINGULARITY)_\w+|PS1|PROMPT_COMMAND|USER_PATH|HOME|PWD")
+_BOUNDED = ("timeout", "--foreground", "--kill-after=5", "60")
+_LARGEST_ENVIRONMENT = 1 << 20
 _LARGEST_JSON = 16 << 20
 _MOST_INDEXES = 4
 
@@ -61,7 +67,7 @@ def opened_source(source: Path, bounds: TreeBounds, temporary: Path | None = Non
                 yield ImageSource("directory", source, {}, "/")
                 return
         elif _is_sif(source):
-            yield ImageSource("sif", _unpack_sif(source, place / "tree"), {}, "/")
+            yield _of_sif(source, place / "tree")
             return
         else:
             archive = place / "archive"
@@ -179,17 +185,21 @@ def _is_sif(path: Path) -> bool:
         return file.read(_SIF_AT + len(_SIF))[_SIF_AT:] == _SIF
 
 
-def _unpack_sif(source: Path, tree: Path) -> Path:
+def _of_sif(source: Path, tree: Path) -> ImageSource:
+    """Unpack a SIF file, and return it with the variables that its scripts set, as Apptainer evaluates them inside."""
     if (program := shutil.which("apptainer") or shutil.which("singularity")) is None:
         raise DataError(f"{source} is a SIF file, which Apptainer unpacks: do this where `apptainer` is installed")
-    done = subprocess.run(
-        sif_command(program, source, tree), capture_output=True, text=True, errors="replace", check=False
-    )
+    unpack = [program, "build", "--sandbox", str(tree), str(source)]
+    done = subprocess.run(unpack, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         raise DataError(f"{source}: apptainer cannot unpack it: {done.stderr.strip()[-400:]}")
-    return tree
-
-
-def sif_command(program: str, source: Path, tree: Path) -> list[str]:
-    """Return the command that unpacks a SIF file into a directory."""
-    return [program, "build", "--sandbox", str(tree), str(source)]
+    show = [program, "--silent", "exec", *_CONTAINED, str(source), "env", "-0"]
+    outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # it hands others on
+    with subprocess.Popen([*_BOUNDED, *show], stdout=subprocess.PIPE, env=outside) as shown:
+        assert shown.stdout
+        content = shown.stdout.read(_LARGEST_ENVIRONMENT)
+    if shown.returncode != 0:
+        raise DataError(f"{source}: expected the variables of its programs from `{shlex.join(show)}`, which failed")
+    variables = dict(one.split("=", 1) for one in content.decode(errors="replace").split("\0") if "=" in one)
+    own = {name: value for name, value in variables.items() if not _OF_APPTAINER.fullmatch(name)}
+    return ImageSource("sif", tree, own, "/")

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import stat
+import subprocess
 import tarfile
 import tempfile
 import threading
@@ -22,11 +23,13 @@ from hpcrl.cli.main import main
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxError
-from hpcrl.sandboxes.sources import sif_command
 from hpcrl.sandboxes.trees import TreeBounds
+from tests.containers import missing
+from tests.sandboxes.material import make_rootfs
 
 Entry = tuple[str, str | bytes, Mapping[str, Any]]
-SETTINGS = {"Env": ["PATH=/opt/bin:/bin", "LANG=C"], "WorkingDir": "/srv"}
+SIF = b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC"
+VARIABLES = {"PATH": "/opt/bin:/bin", "LANG": "C"}
 
 
 def entry(name: str, content: str | bytes = b"", **fields: Any) -> Entry:
@@ -61,7 +64,8 @@ def hard(name: str, target: str) -> Entry:
 
 def config_of(layers: Sequence[bytes]) -> bytes:
     digests = [f"sha256:{hashlib.sha256(one).hexdigest()}" for one in layers]
-    return json.dumps({"config": SETTINGS, "rootfs": {"type": "layers", "diff_ids": digests}}).encode()
+    settings = {"Env": [f"{name}={value}" for name, value in VARIABLES.items()], "WorkingDir": "/srv"}
+    return json.dumps({"config": settings, "rootfs": {"type": "layers", "diff_ids": digests}}).encode()
 
 
 def docker_archive(path: Path, *layers: bytes) -> Path:
@@ -256,7 +260,7 @@ DAMAGES = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:3000]), "damaged|expected"),
     "cut and compressed": (lambda path: path.write_bytes(gzip.compress(path.read_bytes())[:300]), "damaged"),
     "other layer": (lambda path: path.write_bytes(path.read_bytes().replace(b"\x001", b"\x002")), "checksum|damaged"),
-    "sif": (lambda path: path.write_bytes(b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC"), "apptainer"),
+    "sif": (lambda path: path.write_bytes(SIF), "apptainer"),
 }  # fmt: skip
 
 
@@ -286,10 +290,54 @@ def test_files_that_may_not_be_read_are_named() -> None:
                 os.seteuid(0)
 
 
-def test_a_sif_file_is_unpacked_by_apptainer() -> None:
-    """Apptainer is not installed where tests run: this is its command line alone."""
-    command = sif_command("/usr/bin/apptainer", Path("/a.sif"), Path("/tree"))
-    assert command == ["/usr/bin/apptainer", "build", "--sandbox", "/tree", "/a.sif"]
+APPTAINER = """#!/bin/sh
+case "$*" in
+    "build --sandbox "*) mkdir -p "$3/etc" && cp {file} "$3/etc/two" ;;
+    *exec*) [ -z "$SECRET" ] && printf '%s\\0' APPTAINER_NAME=a.sif HOME=/root PATH=/opt/bin:/bin 'LINES=a
+b' ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+def test_a_sif_file_is_unpacked_by_apptainer(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program stands in for it."""
+    (tmp_path / "two").write_text("2")
+    program, source = tmp_path / "bin" / "apptainer", tmp_path / "a.sif"
+    program.parent.mkdir()
+    program.write_text(APPTAINER.format(file=tmp_path / "two"))
+    program.chmod(0o755)
+    source.write_bytes(SIF)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SECRET", "of the account")
+    image = store.add("x", source)
+    assert image.environment == {"PATH": "/opt/bin:/bin", "LINES": "a\nb"}
+    assert files(unpacked(store, "x", tmp_path / "node")) == {"etc/two": "2"}
+    program.write_text(APPTAINER.format(file=tmp_path / "two").replace("[ -z", "[ -n"))
+    with pytest.raises(DataError, match=r"expected the variables of its programs from `.*a\.sif env -0`"):
+        store.add("y", source)
+
+
+@pytest.mark.containers
+def test_a_sif_file_of_a_docker_image_keeps_its_variables(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real Apptainer makes one, and takes it apart."""
+    if reason := missing("apptainer", "mksquashfs", "unsquashfs"):
+        pytest.skip(reason)
+    monkeypatch.setitem(VARIABLES, "PATH", "/opt/bin:/bin")
+    monkeypatch.setitem(VARIABLES, "SPACED", "a 'b' c=d")
+    monkeypatch.setitem(VARIABLES, "LANG", "de_DE.UTF-8")
+    root = make_rootfs(tmp_path / "root")
+    content = subprocess.run(["tar", "c", "-C", str(root), "."], capture_output=True, check=True).stdout
+    archive, made = docker_archive(tmp_path / "archive", content), tmp_path / "made.sif"
+    subprocess.run(["apptainer", "build", made, f"docker-archive:{archive}"], capture_output=True, check=True)
+    found = store.add("made", made).environment
+    assert found.pop("PATH").startswith(f"{VARIABLES.pop('PATH')}:"), "Apptainer adds usual directories"
+    assert found == VARIABLES | {"LD_LIBRARY_PATH": "/.singularity.d/libs"}
+    assert (unpacked(store, "made", tmp_path / "node") / "etc" / "release").read_text() == "tiny\n"
 
 
 def test_a_node_unpacks_an_image_once(store: ImageStore, tmp_path: Path) -> None:
