@@ -14,6 +14,8 @@ from hpcrl.launch.pools import pool_of
 from hpcrl.rundir.process_names import SCORER
 from hpcrl.runtime.heartbeat import DIRECTORY
 
+# Enroot sets these of a task in images with PyTorch; libraries take a process with them for a rank of a job. Ranks get their own.
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_FILES = 65536  # no more, whatever the hard limit: some programs close every number below the soft one
 
 
@@ -60,7 +62,8 @@ class Environments:
 
         What the site or the user has set comes before a default; what they have set to nothing does not.
         """
-        environment, node = {**os.environ, **self._own}, self._node
+        given = {variable: value for variable, value in os.environ.items() if variable not in _OF_RANKS}
+        environment, node = {**given, **self._own}, self._node
         defaults = {
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns of names that it cannot resolve, and goes on
             # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it

@@ -90,6 +90,17 @@ def test_few_heaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str |
     assert environments.of("rollout-0")["MALLOC_ARENA_MAX"] == found
 
 
+def test_no_process_is_taken_for_a_rank_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image with PyTorch gets these by Enroot's hook."""
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    node = Node(0, "trainer", 1, (0,), 0, 0)
+    environments = Environments(Config.from_toml([QUICKSTART]), node, 1, "127.0.0.1", None, tmp_path, False)
+    for process in ("controller", "trainer-0", "rollout-0"):
+        assert not names & set(environments.of(process))
+
+
 def test_a_variable_that_is_empty_counts_as_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, node = Config.from_toml([QUICKSTART], ["slurm.gpus_per_node=1"]), Node(0, "trainer", 1, (0,), 1, 0)
 
