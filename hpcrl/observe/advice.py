@@ -110,7 +110,7 @@ def _means(run: Run, waiting: Waiting, names: Sequence[str]) -> dict[str, float]
     for path in run.metrics.glob(f"{WORKER}*.jsonl"):
         for record in last_records(run, path.stem, names[0], lambda _: True, waiting.last - waiting.first + 1):
             for name in names:
-                found[name].append(record.metrics[name])
+                found[name].append(record.metrics.get(name, 0.0))  # an earlier version recorded fewer
     return {name: fmean(values) for name, values in found.items()}
 
 

@@ -33,7 +33,8 @@ from hpcrl.observe.waiting import (
 LEAST_SHARE = 0.1
 """Waits of a smaller share of a role's time are not worth another setting."""
 CALL, QUEUE, COMPUTING = "generate/call_seconds", "generate/call_queue_seconds", "generate/call_cpu_share"
-CALLS = (CALL, QUEUE, COMPUTING)
+PLACE = "generate/call_place_seconds"
+CALLS = (CALL, QUEUE, PLACE, COMPUTING)
 """Metrics of the calls of environments and rewards."""
 GROUPS_AT_ONCE = "generate/groups_at_once"
 _SAVES, _SLOW_CALL_S = 0.05, 0.005
@@ -257,6 +258,19 @@ def _workers(measured: Measured) -> Proposal | None:
     )
 
 
+def _sandboxes(measured: Measured) -> Proposal | None:
+    """More sandboxes help where calls wait longer for one than they take, and samples are generated for which there is none."""
+    config, asked, calls = measured.config, measured.config.slurm.sandboxes, measured.newest
+    role = GPUS if config.trainer.placement.colocate_all else ENGINES
+    share, own = measured.waiting.share(role, ENVIRONMENTS), asked.nodes * asked.per_node
+    lacking = calls.get(PLACE, 0.0) > calls.get(CALL, 0.0)
+    at_once = config.trainer.train_batch_size * config.samples_per_prompt
+    if share < LEAST_SHARE or not lacking or measured.on_one_machine or not 0 < own < at_once:
+        return None
+    nodes = min(math.ceil(at_once / asked.per_node), _MOST_TIMES * asked.nodes)
+    return Proposal({"slurm.sandboxes.nodes": nodes}, _times(measured, role, share - share * asked.nodes / nodes))
+
+
 _FIGURES = "../benchmarks/RESULTS.md"
 
 TUNINGS: Sequence[Tuning] = (
@@ -361,6 +375,13 @@ TUNINGS: Sequence[Tuning] = (
         "as many environments step at once as samples are generated",
         ((ENGINES, ENVIRONMENTS), (TRAINER, ENVIRONMENTS), (GPUS, ENVIRONMENTS)),
         _workers,
+    ),
+    Tuning(
+        "more [`slurm.sandboxes.nodes`](sandboxes.md#in-a-run)",
+        "engines wait for environments whose samples wait for a sandbox",
+        "as many sandboxes as samples are generated at a time",
+        ((ENGINES, ENVIRONMENTS), (TRAINER, ENVIRONMENTS), (GPUS, ENVIRONMENTS)),
+        _sandboxes,
     ),
     Tuning(
         "fewer `generator.inference_engine.num_engines`, or [`trainer.placement.colocate_all = true`](placement.md#the-same-gpus-in-turns)",

@@ -53,6 +53,7 @@ class Call(Generic[R]):
     Attributes:
         asked, began: by the clock of the threads; began is None while it waits for its turn.
         computed_s: processor time of its thread.
+        away_s: it has waited for a place of another sample.
         opens: it begins a sample.
         waits: it waits for a place of another sample, and holds no thread.
         ended: nothing of it runs any more, or will.
@@ -64,7 +65,7 @@ class Call(Generic[R]):
     def __init__(self, function: Callable[[], R], limit_s: float, asked: float, *, opens: bool = False) -> None:
         self._function, self._limit_s, self.asked, self.opens = function, limit_s, asked, opens
         self.waits = False
-        self.computed_s = 0.0
+        self.computed_s = self.away_s = 0.0
         self._value: R
         self._error: BaseException | None = None
         self.began: float | None = None
@@ -96,7 +97,7 @@ class CallTimes:
     """Adds up the times of calls."""
 
     def __init__(self) -> None:
-        self._calls, self._queued_s, self._run_s, self._computed_s = 0, 0.0, 0.0, 0.0
+        self._calls, self._queued_s, self._away_s, self._run_s, self._computed_s = 0, 0.0, 0.0, 0.0, 0.0
         self._busy_s, self._busy_since = 0.0, 0.0
 
     def set_busy(self, busy: bool, now: float) -> None:
@@ -109,18 +110,22 @@ class CallTimes:
         """Add a call that has ended."""
         assert call.began is not None
         self._calls += 1
-        self._queued_s += call.began - call.asked
+        self._queued_s += call.began - call.asked - call.away_s
+        self._away_s += call.away_s
         self._run_s += now - call.began
         self._computed_s += call.computed_s
 
     def metrics(self) -> dict[str, float]:
-        """Return generate/call_*: seconds that a call took, and waited for a thread, on average, and what share of the time with calls they
-        had a processor."""
+        """Return generate/call_*: the mean seconds that calls took, waited for a thread, and waited for a place, as of a sandbox.
+
+        The share is that of the time with calls in which they had a processor.
+        """
         if not self._calls:
             return {}
         return {
             "generate/call_seconds": self._run_s / self._calls,
             "generate/call_queue_seconds": self._queued_s / self._calls,
+            "generate/call_place_seconds": self._away_s / self._calls,
             "generate/call_cpu_share": self._computed_s / max(self._busy_s, 1e-9),
         }
 
@@ -321,7 +326,8 @@ class CallThreads:
                 if call.waits:  # else it was given up
                     assert call.began is not None
                     call.waits, self._absent = False, self._absent - 1
-                    call.began += self.clock.now() - since
+                    away_s = self.clock.now() - since
+                    call.began, call.away_s = call.began + away_s, call.away_s + away_s
                     self._at_work += 1
                     self._enter(call)
 

@@ -19,7 +19,7 @@ from hpcrl.observe.live_status import LiveStatusReader
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.report.content import content_of
 from hpcrl.observe.timeline import KINDS
-from hpcrl.observe.tuning import CALL, COMPUTING, QUEUE, TUNINGS
+from hpcrl.observe.tuning import CALL, COMPUTING, PLACE, QUEUE, TUNINGS
 from hpcrl.observe.waiting import Waiting, waiting_of
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rundir.alerts import read_alerts
@@ -360,6 +360,16 @@ def test_more_threads_only_for_environments_that_wait(
         for step in range(1, 10):
             writer.write(step, {CALL: call, QUEUE: queue, COMPUTING: computing})
     assert proposed(run).get("environment.skyrl_gym.max_env_workers") == (256 if advised else None)
+
+
+@pytest.mark.parametrize(("place", "more"), [(8.0, 12), (0.5, None)], ids=["they wait for a place", "there are enough"])
+def test_more_sandboxes_where_samples_wait_for_one(tmp_path: Path, place: float, more: int | None) -> None:
+    sandboxes = ["environment.env_class=sandbox", "slurm.sandboxes.nodes=3", "slurm.sandboxes.per_node=16"]
+    replica = [("generate", 3.0), ("environment", 5.0), ("idle", 2.0)]
+    run = made(tmp_path, *GROUPS_OF_64, *sandboxes, rollout_0=replica)
+    with MetricsWriter(run, "rollout-0", 1, 0) as writer:
+        writer.write(9, {CALL: 1.0, QUEUE: 0.0, PLACE: place, COMPUTING: 0.1})
+    assert proposed(run).get("slurm.sandboxes.nodes") == more
 
 
 def test_environments_open_quickly_and_step_slowly(tmp_path: Path) -> None:

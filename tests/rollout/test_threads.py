@@ -132,6 +132,9 @@ def test_a_start_of_a_sandbox_waits_without_a_thread() -> None:
         assert await threads.call(lambda: started.ended).result() is False
         with pytest.raises(ServiceError, match="no server is there"):
             await started.result()
+        times = threads.take_metrics()
+        assert times["generate/call_place_seconds"] > 0.4, "on average of two calls"
+        assert times["generate/call_queue_seconds"] < 0.4
 
     play(main)
 
