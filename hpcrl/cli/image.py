@@ -19,9 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("name", metavar="NAME", help="letters, digits and . _ -")
     add.add_argument(
         "source",
-        type=Path,
         metavar="SOURCE",
-        help="archive of `docker save`, OCI layout (archive or directory), directory, or SIF file",
+        help="archive of `docker save`, OCI layout (archive or directory), directory, SIF file, or docker://IMAGE of a registry",
     )
     add.add_argument("--temporary", type=Path, metavar="DIR", help="where it is unpacked meanwhile (default: $TMPDIR)")
     ls = commands.add("ls", "list the images", _ls)

@@ -73,11 +73,11 @@ class ImageStore:
     def __init__(self, root: Path) -> None:
         self._path = root.absolute() / ".images"
 
-    def add(self, name: str, source: Path, bounds: TreeBounds = LARGEST, temporary: Path | None = None) -> Image:
+    def add(self, name: str, source: Path | str, bounds: TreeBounds = LARGEST, temporary: Path | None = None) -> Image:
         """Add an image; one of the same content is stored once, whatever its names.
 
         Args:
-            temporary: where the source is unpacked; None: where temporary files are made.
+            source, temporary: as of `opened_source`.
 
         Raises:
             DataError: the name is taken or wrong, or the source cannot be used.

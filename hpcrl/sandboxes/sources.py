@@ -1,4 +1,4 @@
-"""Sources of images: archives of `docker save`, OCI layouts, plain directories and SIF files, each unpacked into one directory."""
+"""Sources of images: archives of `docker save`, OCI layouts, plain directories, SIF files and registries, each unpacked into one directory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from hpcrl.sandboxes.trees import TreeBounds, read_tree
 
 _LAYOUT, _INDEX, _MANIFEST = "oci-layout", "index.json", "manifest.json"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+_REGISTRY = "docker://"
 _SIF, _SIF_AT = b"SIF_MAGIC", 32
 _CONTAINED = ("--contain", "--pid", "--ipc", "--pwd=/")  # --containall would set LANG before the image does
 _OF_APPTAINER = re.compile(r"(APPTAINER|SINGULARITY)_\w+|PS1|PROMPT_COMMAND|USER_PATH|HOME|PWD")
@@ -48,19 +49,21 @@ class ImageSource(NamedTuple):
 
 
 @contextmanager
-def opened_source(source: Path, bounds: TreeBounds, temporary: Path | None = None) -> Iterator[ImageSource]:
+def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None = None) -> Iterator[ImageSource]:
     """Unpack a source as long as the block lasts; a plain directory is used where it is.
 
     Args:
+        source: a path, or docker:// and the name of an image of a registry.
         temporary: where it is unpacked; None: where temporary files are made.
 
     Raises:
         DataError: it is none of the kinds, damaged, or larger than the bounds.
     """
-    if not source.exists():
-        raise DataError(f"{source} does not exist")
     with tempfile.TemporaryDirectory(prefix="hpcrl-image-", dir=temporary, ignore_cleanup_errors=True) as made:
         place = Path(made)
+        source = _pull(str(source), place) if "://" in str(source) else Path(source)
+        if not source.exists():
+            raise DataError(f"{source} does not exist")
         if source.is_dir():
             archive = source if (source / _INDEX).is_file() and (source / _LAYOUT).is_file() else None
             if archive is None:
@@ -180,6 +183,30 @@ def _settings(config: Mapping[str, Any], source: Path) -> tuple[dict[str, str], 
     return dict(one.split("=", 1) for one in variables), directory
 
 
+def _pull(address: str, place: Path) -> Path:
+    """Pull an image from a registry into an OCI layout by skopeo, or else into a SIF file by Apptainer, and return it."""
+    if not address.startswith(_REGISTRY):
+        raise DataError(f"{address}: expected a file, a directory, or an image of a registry as {_REGISTRY}python:3.12")
+    layout, file = place / "pulled", place / "pulled.sif"
+    if program := shutil.which("skopeo"):
+        command, pulled = [program, "copy", address, f"oci:{layout}"], layout
+    elif program := _apptainer():
+        command, pulled = [program, "pull", str(file), address], file
+    else:
+        raise DataError(
+            f"{address}: skopeo or Apptainer pulls images, and none is installed; "
+            "add what `docker save` writes elsewhere, or an OCI layout"
+        )
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        raise DataError(f"{address}: {Path(program).name} cannot pull it: {done.stderr.strip()[-400:]}")
+    return pulled
+
+
+def _apptainer() -> str | None:
+    return shutil.which("apptainer") or shutil.which("singularity")
+
+
 def _is_sif(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(_SIF_AT + len(_SIF))[_SIF_AT:] == _SIF
@@ -187,7 +214,7 @@ def _is_sif(path: Path) -> bool:
 
 def _of_sif(source: Path, tree: Path) -> ImageSource:
     """Unpack a SIF file, and return it with the variables that its scripts set, as Apptainer evaluates them inside."""
-    if (program := shutil.which("apptainer") or shutil.which("singularity")) is None:
+    if (program := _apptainer()) is None:
         raise DataError(f"{source} is a SIF file, which Apptainer unpacks: do this where `apptainer` is installed")
     unpack = [program, "build", "--sandbox", str(tree), str(source)]
     done = subprocess.run(unpack, capture_output=True, text=True, errors="replace", check=False)
