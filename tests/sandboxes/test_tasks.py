@@ -272,7 +272,9 @@ def test_check_names_the_broken_tasks(root: Path, place: Path, capsys: pytest.Ca
     (harbor(tasks / "h-tests", GOOD) / "tests" / "test.sh").unlink()
     (harbor(tasks / "i-layout", GOOD) / "task.toml").write_text("=")
     terminal_bench(tasks / "j-bench")
-    (place / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in (swe(test_cmd="python3 {files}"), {})))
+    harbor(tasks / "k-windows", GOOD, "echo yes > /answer\r\n")
+    rows = swe(test_cmd="python3 {files}"), {}, swe(test_cmd="python3 {files}", workdir="/nowhere")
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ["--image", "g-*=other", "--image", "*=box", "--root", str(root), "-j", "2"]
     code = main(["env", "check", str(tasks), str(place / "rows.jsonl"), *options])
     lines = [line.rpartition(",")[0] for line in capsys.readouterr().out.splitlines()]
@@ -285,19 +287,22 @@ def test_check_names_the_broken_tasks(root: Path, place: Path, capsys: pytest.Ca
             "broken    c-easy: its tests pass without a solution",
             "broken    d-wrong: its tests give 0.5, not 1, with its solution: ",
             "broken    e-failing: its solution ended with exit code 3: why",
-            "broken    f-silent: its tests leave no reward with its solution: nothing",
+            "broken    f-silent: its tests leave no reward with its solution, a number in /logs/verifier/reward.txt, or in reward.json as `reward` or alone: nothing",
             "broken    g-image: ",
-            "broken    h-tests: it has no tests",
+            "broken    h-tests: it has no tests; expected tests/test.sh",
             "broken    i-layout: ",
             "ok        j-bench: 1 with its solution, 0 without",
+            "broken    k-windows: its tests give 0.5, not 1, with its solution: ",
             "ok        a__b-1: 1 with its solution, 0 without",
             "broken    ",
-            "12 tasks: 8 broken",
+            "broken    a__b-1: its solution ended with exit code 127: /nowhere: No such file or directory",
+            "14 tasks: 10 broken",
         ],
         strict=True,
     ):
         assert line.startswith(expected)
     assert "there is no image 'other'" in lines[6]
+    assert "/solution/solve.sh has Windows line ends" in lines[10]
 
 
 def test_an_interrupted_check_ends_with_its_sandboxes(root: Path, place: Path) -> None:

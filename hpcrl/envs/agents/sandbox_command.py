@@ -73,6 +73,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 def _execute(asked: argparse.Namespace) -> int:
     command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+    if not command:
+        raise Refusal("expected a command, as in: sandbox exec ls /")
     body = {
         "command": command,
         "seconds": asked.seconds,
