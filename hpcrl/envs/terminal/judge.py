@@ -29,7 +29,7 @@ EXPECTED = f"a number in {LOGS}/reward.txt, or in reward.json as `reward` or alo
 SETUP_SECONDS = 120.0
 _OWN = "/tests", "/solution", LOGS
 _TRIES = 3
-_SHELL = 'exec 2>&1; eval "$0"'
+_SHELL = 'exec 2>&1; eval "set --; $1"'
 _PREPARE_SECONDS = 60.0
 _MOST_OUTPUT, _LONGEST_REWARD = 16 << 20, 1 << 16
 _SHOWN = 400
@@ -186,7 +186,7 @@ def _printed(ran: RunResult) -> str:
 
 def _run(sandbox: SandboxClient, task: TerminalTask, script: TaskScript) -> RunResult:
     _write(sandbox, script.files)
-    command = ["sh", "-c", _SHELL, script.command]
+    command = ["sh", "-c", _SHELL, "sh", script.command]
     return sandbox.run(
         command, script.seconds, environment=script.environment, directory=task.directory, most=_MOST_OUTPUT
     )
