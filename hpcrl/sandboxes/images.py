@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ LARGEST = TreeBounds(size=64 << 30, entries=4_000_000)
 MOUNT_POINTS = "dev", "proc", "tmp"
 """Directories that every sandbox has."""
 
+_APT, _AS_ROOT = "etc/apt/apt.conf.d", b'APT::Sandbox::User "root";\n'
 _NAME, _DIGEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"), re.compile("[0-9a-f]{64}")
 _REMEDY = "remove it by `hpcrl image rm` and add it again"
 
@@ -50,6 +53,16 @@ class Image:
     environment: dict[str, str]
     directory: str
     added: float
+
+
+def _apt_layer() -> IO[bytes]:
+    """Return a layer with which apt stays the only user that a sandbox has: it refuses to go on where it cannot become another one."""
+    layer, file = io.BytesIO(), tarfile.TarInfo(f"{_APT}/99-sandbox")
+    file.size = len(_AS_ROOT)
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        tar.addfile(file, io.BytesIO(_AS_ROOT))
+    layer.seek(0)
+    return layer
 
 
 class _Watched:
@@ -166,6 +179,8 @@ class ImageStore:
             with uncompressed(path) as stream:
                 hashed = Hashed(cast(IO[bytes], _Watched(stream, expect_open)))
                 read_tree(cast(IO[bytes], hashed), root, TreeBounds(image.size, LARGEST.entries))
+            if (tree / _APT).is_dir():
+                read_tree(_apt_layer(), root, TreeBounds(1 << 16, 1))
         except DataError as error:
             raise DamagedError(f"{path}: {error}; {_REMEDY}") from error
         finally:

@@ -179,7 +179,7 @@ def test_an_image_is_stored_once_whatever_its_names(store: ImageStore, tmp_path:
     assert unpacked(store, "two", tmp_path / "node").is_dir()
     store.remove("two")
     assert [path.name for path in (tmp_path / "runs" / ".images").iterdir()] == ["lock"]
-    with pytest.raises(DataError, match="no image 'two'; .*there are: none"):
+    with pytest.raises(DataError, match=r"no image 'two'; .*there are: none"):
         store.find("two")
     for name in ("../x", "", ".x", "a/b", "x" * 200):
         with pytest.raises(DataError, match="expected a name"):
@@ -353,6 +353,15 @@ def test_a_damaged_record_is_named_and_can_be_removed(
     assert store.find("other") == other
     assert main(["image", "rm", "tiny", *root]) == 0
     assert main(["image", "add", "tiny", str(source), *root]) == 0
+
+
+def test_apt_stays_root_in_an_image_that_has_it(store: ImageStore, tmp_path: Path) -> None:
+    tiny = layer(folder("etc/apt/apt.conf.d"), soft("etc/apt/apt.conf.d/99-sandbox", "/etc/passwd"))
+    store.add("tiny", docker_archive(tmp_path / "a", tiny))
+    found = files(unpacked(store, "tiny", tmp_path / "node"))
+    assert found == {"etc/apt/apt.conf.d/99-sandbox": 'APT::Sandbox::User "root";\n'}
+    store.add("other", docker_archive(tmp_path / "b", LOWER))
+    assert not any("apt" in name for name in files(unpacked(store, "other", tmp_path / "node")))
 
 
 def test_an_archive_that_has_changed_is_not_unpacked(store: ImageStore, tmp_path: Path) -> None:
