@@ -55,6 +55,8 @@ def opened_source(source: Path, bounds: TreeBounds, temporary: Path | None = Non
     """
     if not source.exists():
         raise DataError(f"{source} does not exist")
+    if temporary is not None and not temporary.is_dir():
+        raise DataError(f"{temporary}: expected a directory, where the image is unpacked")
     with tempfile.TemporaryDirectory(prefix="hpcrl-image-", dir=temporary, ignore_cleanup_errors=True) as made:
         place = Path(made)
         if source.is_dir():

@@ -422,6 +422,8 @@ def test_the_command(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture
     assert "tiny: docker-archive, " in capsys.readouterr().out
     assert main(["image", "add", "tiny", str(source), *root]) == 4
     assert "already" in capsys.readouterr().err
+    assert main(["image", "add", "other", str(source), "--temporary", str(tmp_path / "none"), *root]) == 4
+    assert "none: expected a directory" in capsys.readouterr().err
     assert main(["image", "ls", *root]) == 0
     assert "docker-archive, 0 s ago" in capsys.readouterr().out
     assert main(["image", "rm", "tiny", *root]) == 0
