@@ -318,8 +318,7 @@ def test_an_interrupted_check_ends_with_its_sandboxes(root: Path, place: Path) -
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            main(["env", "check", str(place / "tasks"), "--image", "*=box", "--root", str(root)])
+        assert main(["env", "check", str(place / "tasks"), "--image", "*=box", "--root", str(root)]) == 130
     finally:
         ended.set()
         thread.join()
@@ -344,6 +343,13 @@ def test_rows_are_a_dataset_that_can_be_played(
         shown = capsys.readouterr().out
         assert "[tool]\n/\n" in shown
         assert "done after 2 turns, total reward 1\n" in shown
+
+
+def test_a_folder_of_tasks_is_no_dataset(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harbor(place / "tasks" / "a", GOOD)
+    for folder in (place / "tasks", place / "tasks" / "a"):
+        assert main(["env", "try", "sandbox", "--data", str(folder)]) == 4
+        assert f"`hpcrl env rows {folder} > tasks.jsonl`" in capsys.readouterr().err
 
 
 def test_an_example_row_is_a_whole_task(root: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
