@@ -169,6 +169,22 @@ def test_a_folder_that_is_laid_out_wrongly(tmp_path: Path, files: dict[str, str 
         read_folder(tmp_path, NO_IMAGES)
 
 
+@pytest.mark.parametrize("name", ["tests/key", "tests", "solution/solve.sh", "instruction.md", "task.toml"])
+def test_no_link_of_a_folder_leads_out_of_it(tmp_path: Path, name: str) -> None:
+    """Who publishes a folder has no file of who reads it."""
+    secret = write(tmp_path / "own", key="s3cret", **{"test.sh": "s3cret"})
+    folder = harbor(tmp_path / "tasks" / "a", GOOD)
+    (folder / "tests" / "same.sh").symlink_to("test.sh")
+    assert "/tests/same.sh" in read_folder(folder, NO_IMAGES).tests.files
+    link = folder / name
+    if link.is_dir():
+        link.rename(folder / "other")
+    link.unlink(missing_ok=True)
+    link.symlink_to(secret if name == "tests" else secret / "key")
+    with pytest.raises(DataError, match=rf"{name}.* is a link out of"):
+        read_folder(folder, NO_IMAGES)
+
+
 @pytest.mark.parametrize(
     ("more", "wrong"),
     [
