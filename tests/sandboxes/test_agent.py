@@ -107,6 +107,8 @@ COMMANDS = [
     ("sandbox exec tar --version >&-", 125, "", "sandbox: the output cannot be written: Bad file descriptor\n"),
     ("sandbox exec tar --version > /dev/full", 125, "", "sandbox: the output cannot be written: No space left on device\n"),
     ("sandbox exec -i cat <&-", 0, "", ""),
+    ("head -c 11534337 /dev/zero | sandbox exec -i cat", 125, "", "sandbox: standard input has more than 11 MiB; give it in parts"),
+    ("head -c 11534337 /dev/zero | sandbox write /x", 125, "", "sandbox: standard input has more than 11 MiB; give it in parts"),
     ("HPCRL_SANDBOX= sandbox exec true", 125, "", "sandbox: HPCRL_SANDBOX names none"),
 ]  # fmt: skip
 
