@@ -350,6 +350,8 @@ def test_rows_are_a_dataset_that_can_be_played(
     terminal_bench(tasks / "b")
     assert main(["env", "rows", str(tasks), "--image", "*=box"]) == 0
     data.write_text(capsys.readouterr().out)
+    assert main(["env", "rows", str(data), "--image", "a=other", "--image", "bo?=third"]) == 0
+    assert [json.loads(row)["image"] for row in capsys.readouterr().out.splitlines()] == ["other", "third"]
     prompts = load_dataset([Source(str(data))], ("train",), DataConfig(train_data=[]), EnvironmentConfig(), 4)
     assert [prompt.env_class for prompt in prompts] == ["sandbox", "sandbox"]
     typed = '<tool_call>{"name": "shell", "arguments": {"command": "echo yes > /answer; pwd"}}</tool_call>\n\nDone.\n'

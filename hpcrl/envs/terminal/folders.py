@@ -43,11 +43,12 @@ class ImageNames:
 
     def of(self, task: str, docker_image: str | None) -> str:
         """Return the name of an image: the chosen one, else the Docker image's with dashes, else that of the task."""
-        named = [one for one in (task, docker_image) if one]
-        for pattern, name in self.chosen:
-            if any(fnmatchcase(one, pattern) for one in named):
-                return name
-        return _NO_NAME.sub("-", docker_image or task).strip("-.")
+        return self.chosen_for(task, docker_image) or _NO_NAME.sub("-", docker_image or task).strip("-.")
+
+    def chosen_for(self, task: str, image: str | None) -> str | None:
+        """Return the name that is chosen for a task, or for its image; None: there is none."""
+        named = [one for one in (task, image) if one]
+        return next((name for pattern, name in self.chosen if any(fnmatchcase(one, pattern) for one in named)), None)
 
 
 def task_folders(path: Path) -> list[Path]:
