@@ -102,14 +102,10 @@ def _try(arguments: argparse.Namespace) -> int:
             with user_code(where):
                 environment.close()
 
-    try:
-        with local_sandboxes(root, _SANDBOXES, network=network) as sandboxes:
-            if arguments.name is None and section.group_reward_function:
-                return _compare(played, prompt, section, generator.sampling_params.max_generate_length)
-            return 1 if played() is None else 0
-    except KeyboardInterrupt:
-        print()
-        return 130
+    with local_sandboxes(root, _SANDBOXES, network=network) as sandboxes:
+        if arguments.name is None and section.group_reward_function:
+            return _compare(played, prompt, section, generator.sampling_params.max_generate_length)
+        return 1 if played() is None else 0
 
 
 def _maker(
@@ -187,6 +183,7 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     if config and not arguments.data:
         named = training_sources(config.data)[0]
     source = named.location
+    _expect_rows(source)
     if source == str(own) and not own.is_file():
         raise DataError(f"{arguments.name or 'what rewards training'} has no example rows; name a dataset: --data FILE")
     number, data = arguments.sample, config.data if config else DataConfig(train_data=[source])
@@ -199,6 +196,18 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
         raise DataError(f"--sample {number}: {source} has {rows}")
     return prompts[number]
+
+
+def _expect_rows(source: str) -> None:
+    """Raise DataError where a source is a folder of tasks, of which rows are to be made first."""
+    from hpcrl.envs.terminal.folders import task_folders
+    from hpcrl.errors import DataError
+
+    try:
+        task_folders(Path(source))
+    except DataError:
+        return
+    raise DataError(f"{source} is a folder of tasks: `hpcrl env rows {source} > tasks.jsonl` makes a dataset of them")
 
 
 @dataclass

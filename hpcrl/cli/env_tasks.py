@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from hpcrl.text import one_line
 
 if TYPE_CHECKING:
     from hpcrl.envs.terminal.check import TaskCheck
+    from hpcrl.envs.terminal.folders import ImageNames
     from hpcrl.envs.terminal.task import TerminalTask
 
 
@@ -144,7 +145,11 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[_Read]:
             if is_of_swe(row):
                 yield _read(f"{named}, row {number}", lambda row=row: read_swe_row(row, images, repositories))
             else:
-                yield _read(f"{named}, row {number}", lambda row=row: task_of(row))
+                yield _read(f"{named}, row {number}", lambda row=row: _with_image(task_of(row), images))
+
+
+def _with_image(task: TerminalTask, images: ImageNames) -> TerminalTask:
+    return replace(task, image=images.chosen_for(task.name, task.image) or task.image)
 
 
 def _read(name: str, read: Callable[[], TerminalTask]) -> _Read:

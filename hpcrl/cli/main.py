@@ -108,6 +108,7 @@ _ELSEWHERE = {
 _JOB_PACKAGES = ("aiohttp", "numpy", "pyarrow", "safetensors", "tensorboard", "torch", "transformers", "uvicorn")
 """What the extra `job` installs, and a login node may lack."""
 
+_INTERRUPTED = 130  # as of a program that SIGINT ends
 _OTHER_PLACE = "look at its permissions, or name another place"
 _MAKE_ROOM = "make room (`hpcrl status --size`, `hpcrl checkpoint rm`, `hpcrl rm`), or name another place"
 _OF_FILESYSTEMS = {
@@ -208,6 +209,9 @@ def main(argv: list[str] | None = None) -> int:
             error = with_names_elsewhere(error)
         print(f"hpcrl: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

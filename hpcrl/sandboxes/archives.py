@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +89,8 @@ def _from_zstd(archive: Path) -> Iterator[IO[bytes]]:
 
 def write_compressed(directory: Path, write: Callable[[IO[bytes]], None]) -> Archive:
     """Compress what `write` writes into a new file of a directory, which the caller renames; it is on the disk then."""
-    descriptor, path = tempfile.mkstemp(prefix=PARTIAL, dir=directory)
+    path = directory / f"{PARTIAL}{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # who shares the root of runs reads it too
     try:
         with os.fdopen(descriptor, "wb") as file:
             with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
@@ -100,4 +101,4 @@ def write_compressed(directory: Path, write: Callable[[IO[bytes]], None]) -> Arc
     except BaseException:
         os.unlink(path)
         raise
-    return Archive(Path(path), hashed.digest(), hashed.size)
+    return Archive(path, hashed.digest(), hashed.size)

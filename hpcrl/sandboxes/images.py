@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from hpcrl.errors import DamagedError, DataError, RunError
+from hpcrl.errors import DamagedError, DataError, RunError, did_you_mean
 from hpcrl.rundir.commit import children, make_directory, write_json
 from hpcrl.rundir.records import as_record, damaged, read_object
 from hpcrl.sandboxes.archives import Archive, Hashed, uncompressed, write_compressed
@@ -26,6 +28,7 @@ LARGEST = TreeBounds(size=64 << 30, entries=4_000_000)
 MOUNT_POINTS = "dev", "proc", "tmp"
 """Directories that every sandbox has."""
 
+_APT, _AS_ROOT = "etc/apt/apt.conf.d", b'APT::Sandbox::User "root";\n'
 _NAME, _DIGEST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"), re.compile("[0-9a-f]{64}")
 _REMEDY = "remove it by `hpcrl image rm` and add it again"
 
@@ -50,6 +53,16 @@ class Image:
     environment: dict[str, str]
     directory: str
     added: float
+
+
+def _apt_layer() -> IO[bytes]:
+    """Return a layer with which apt stays the only user that a sandbox has: it refuses to go on where it cannot become another one."""
+    layer, file = io.BytesIO(), tarfile.TarInfo(f"{_APT}/99-sandbox")
+    file.size = len(_AS_ROOT)
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        tar.addfile(file, io.BytesIO(_AS_ROOT))
+    layer.seek(0)
+    return layer
 
 
 class _Watched:
@@ -101,8 +114,7 @@ class ImageStore:
 
     def list(self) -> list[Image]:
         """Return all images, by name."""
-        names = [name.removesuffix(".json") for name in children(self._path) if name.endswith(".json")]
-        return [self.find(name) for name in sorted(names)]
+        return [self.find(name) for name in self._names()]
 
     def find(self, name: str) -> Image:
         """Return an image.
@@ -114,10 +126,11 @@ class ImageStore:
         path = self._record(name)
         record = read_object(path, _REMEDY) if _NAME.fullmatch(name) else None
         if record is None:
-            known = ", ".join(
-                one.removesuffix(".json") for one in sorted(children(self._path)) if one.endswith(".json")
+            known = self._names()
+            raise DataError(
+                f"there is no image {name!r:.100}{did_you_mean(name, known)}; "
+                f"`hpcrl image add NAME SOURCE` stores one; there are: {', '.join(known) or 'none'}"
             )
-            raise DataError(f"there is no image {name!r:.100}; there are: {known or 'none, see `hpcrl image add`'}")
         image = as_record(Image, record, path, _REMEDY)
         if not _DIGEST.fullmatch(image.digest):
             raise damaged(path, f"'digest' is {image.digest!r:.80}", _REMEDY)
@@ -161,11 +174,13 @@ class ImageStore:
         return place
 
     def _unpack(self, image: Image, tree: Path, expect_open: Callable[[], None]) -> None:
-        path, root = self.archive(image), os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
+        path, root = self._readable(image), os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with uncompressed(path) as stream:
                 hashed = Hashed(cast(IO[bytes], _Watched(stream, expect_open)))
                 read_tree(cast(IO[bytes], hashed), root, TreeBounds(image.size, LARGEST.entries))
+            if (tree / _APT).is_dir():
+                read_tree(_apt_layer(), root, TreeBounds(1 << 16, 1))
         except DataError as error:
             raise DamagedError(f"{path}: {error}; {_REMEDY}") from error
         finally:
@@ -174,6 +189,16 @@ class ImageStore:
             raise DamagedError(f"{path} has changed: expected the checksum {image.digest}; {_REMEDY}")
         for name in MOUNT_POINTS:
             (tree / name).mkdir(exist_ok=True)
+
+    def _readable(self, image: Image) -> Path:
+        path = self.archive(image)
+        try:
+            path.open("rb").close()
+        except FileNotFoundError as error:
+            raise DamagedError(f"{path} is missing; {_REMEDY}") from error
+        except PermissionError as error:
+            raise DataError(f"{path} may not be read by this user; its owner lets others: chmod a+r {path}") from error
+        return path
 
     def _pack(self, tree: Path, bounds: TreeBounds) -> Archive:
         """Write a tree into a file beside the archives."""
@@ -189,6 +214,9 @@ class ImageStore:
     def _expect_free(self, name: str) -> None:
         if self._record(name).exists():
             raise DataError(f"there is an image {name} already: choose another name, or `hpcrl image rm {name}`")
+
+    def _names(self) -> list[str]:
+        return sorted(name.removesuffix(".json") for name in children(self._path) if name.endswith(".json"))
 
     def _record(self, name: str) -> Path:
         return self._path / f"{name}.json"

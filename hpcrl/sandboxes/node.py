@@ -122,7 +122,10 @@ class NodeSandboxes:
                 )
             self._starting += 1
         try:
-            sandbox = self._start(name, network, snapshot)
+            try:
+                sandbox = self._start(name, network, snapshot)
+            except OSError as error:  # no room for an image, for instance
+                raise SandboxError(f"this node cannot start it: {error}") from error
             key = secrets.token_urlsafe(32)
             with self._lock:
                 if not self._closed:

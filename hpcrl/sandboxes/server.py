@@ -21,6 +21,7 @@ import base64
 import binascii
 import math
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ R = TypeVar("R")
 
 MOST_SECONDS = 24 * 3600.0
 HOLD_S = KEPT_S / 6
-_LOOK_S = 1.0
+_LOOK_S, _REPORT_S = 1.0, 60.0
 _BEARER = "Bearer "
 _NETWORK, _TEXTS = (bool, False), (list, None)
 _EXEC = {
@@ -87,7 +88,7 @@ class SandboxServer:
     """
 
     def __init__(self, node: NodeSandboxes, proof: Proof) -> None:
-        self._node, self._proof = node, proof
+        self._node, self._proof, self._report_at = node, proof, 0.0
         self._threads = ThreadPoolExecutor(MOST_REQUESTS * node.most + 4, "sandboxes")  # a program waits in one
         self._of_key: dict[str, tuple[Fields, Callable[[str, Body], dict[str, Any]]]] = {
             "/write": ({"path": (str, None), "content": (str, None), "mode": (int, 0o644)}, self._write),
@@ -135,12 +136,20 @@ class SandboxServer:
             status, answer = _STATUS[type(error)], {"error": str(error)}
         except SandboxError as error:
             status, answer = 500 if of_node else 400, {"error": f"{type(error).__name__}: {error}"}
+            if of_node:
+                self._report(error)
         except (HpcrlError, BadRequest) as error:
             status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
         if answer is not None:
             body = json_body(answer)
             signed = self._proof.of_answer(given, status, body) if proved else {}
             await send_body(send, status, body, {**(JSON if ADMITTED in scope else REFUSED), **signed})
+
+    def _report(self, error: SandboxError) -> None:
+        """Print why no sandbox starts, once a minute: who asks for one asks again, for minutes."""
+        if time.monotonic() >= self._report_at:
+            print(f"no sandbox starts here, and is asked for again: {error}", file=sys.stderr, flush=True)
+            self._report_at = time.monotonic() + _REPORT_S
 
     async def _of_node(self, path: str, content: bytes) -> dict[str, Any]:
         """Return the answer to a request that starts a sandbox, or asks for the state of the node."""

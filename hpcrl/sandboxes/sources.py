@@ -23,6 +23,7 @@ from hpcrl.sandboxes.trees import TreeBounds, read_tree
 _LAYOUT, _INDEX, _MANIFEST = "oci-layout", "index.json", "manifest.json"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _REGISTRY = "docker://"
+_DOCKERFILE = "Dockerfile"
 _SIF, _SIF_AT = b"SIF_MAGIC", 32
 _CONTAINED = ("--contain", "--pid", "--ipc", "--pwd=/")  # --containall would set LANG before the image does
 _OF_APPTAINER = re.compile(r"(APPTAINER|SINGULARITY)_\w+|PS1|PROMPT_COMMAND|USER_PATH|HOME|PWD")
@@ -30,6 +31,7 @@ _BOUNDED = ("timeout", "--foreground", "--kill-after=5", "60")
 _LARGEST_ENVIRONMENT = 1 << 20
 _LARGEST_JSON = 16 << 20
 _MOST_INDEXES = 4
+_EXPECTED = f"expected an archive of `docker save` ({_MANIFEST}), an OCI layout ({_INDEX}), a directory or a SIF file"
 
 
 class ImageSource(NamedTuple):
@@ -59,6 +61,8 @@ def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None
     Raises:
         DataError: it is none of the kinds, damaged, or larger than the bounds.
     """
+    if temporary is not None and not temporary.is_dir():
+        raise DataError(f"{temporary}: expected a directory, where the image is unpacked")
     with tempfile.TemporaryDirectory(prefix="hpcrl-image-", dir=temporary, ignore_cleanup_errors=True) as made:
         place = Path(made)
         source = _pull(str(source), place) if "://" in str(source) else Path(source)
@@ -67,6 +71,7 @@ def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None
         if source.is_dir():
             archive = source if (source / _INDEX).is_file() and (source / _LAYOUT).is_file() else None
             if archive is None:
+                _expect_files(source)
                 yield ImageSource("directory", source, {}, "/")
                 return
         elif _is_sif(source):
@@ -75,15 +80,17 @@ def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None
         else:
             archive = place / "archive"
             archive.mkdir()
-            _unpack([source], archive, bounds)
+            try:
+                _unpack([source], archive, bounds)
+            except DataError as error:
+                raise DataError(f"{error}; {_EXPECTED}") from error
         if (archive / _MANIFEST).is_file():
             kind, layers, config = "docker-archive", *_of_docker(archive)
         elif (archive / _INDEX).is_file():
             kind, layers, config = "oci", *_of_oci(archive)
         else:
-            raise DataError(
-                f"{source}: expected an archive of `docker save` ({_MANIFEST}), an OCI layout ({_INDEX}), a directory or a SIF file"
-            )
+            raise DataError(f"{source}: {_EXPECTED}; unpack an archive of plain files into a directory first")
+        _expect_machine(config, source)
         tree = place / "tree"
         tree.mkdir()
         _unpack(layers, tree, bounds, _digests(config, len(layers), source))
@@ -118,7 +125,7 @@ def _of_docker(archive: Path) -> tuple[list[Path], Any]:
 
 
 def _of_oci(archive: Path) -> tuple[list[Path], Any]:
-    manifest, wanted = _json(archive / _INDEX), _MACHINES.get(platform.machine(), platform.machine())
+    manifest, wanted = _json(archive / _INDEX), _own_machine()
     for _ in range(_MOST_INDEXES):
         if not isinstance(manifest, dict) or "layers" in manifest:
             break
@@ -126,7 +133,7 @@ def _of_oci(archive: Path) -> tuple[list[Path], Any]:
         fitting = [one for one in listed if (one.get("platform") or {}).get("architecture", wanted) == wanted]
         if len(fitting) != 1:
             raise DataError(
-                f"{_INDEX}: expected one image for {wanted}, found {len(fitting)} of {len(listed)}; copy it alone, as by `skopeo copy`"
+                f"{_INDEX}: expected one image for {wanted}, found {len(fitting)} of {len(listed)}; copy it alone, as by `skopeo --override-arch {wanted} copy`"
             )
         manifest = _json(_blob(archive, fitting[0]))
     if not isinstance(manifest, dict) or not isinstance(manifest.get("layers"), list):
@@ -173,6 +180,29 @@ def _digests(config: Any, layers: int, source: Path) -> list[str]:
     if not isinstance(listed, list) or len(listed) != layers or not all(isinstance(one, str) for one in listed):
         raise DataError(f"{source}: expected rootfs.diff_ids of {layers} layers in the configuration of the image")
     return [one.removeprefix("sha256:") for one in listed]
+
+
+def _own_machine() -> str:
+    """Return the architecture of this machine, as images name it."""
+    return _MACHINES.get(platform.machine(), platform.machine())
+
+
+def _expect_machine(config: Any, source: Path) -> None:
+    """Refuse an image of another architecture: none of its programs would start. An older one may not name its own."""
+    found, wanted = config.get("architecture") if isinstance(config, dict) else None, _own_machine()
+    if found not in (None, "", wanted):
+        raise DataError(
+            f"{source}: expected an image for {wanted}, found one for {found!r:.80}; "
+            f"get that one, as by `docker pull --platform linux/{wanted}` or `skopeo --override-arch {wanted} copy`"
+        )
+
+
+def _expect_files(directory: Path) -> None:
+    """Refuse the folder that a Dockerfile is built in."""
+    if (directory / _DOCKERFILE).is_file() and not any((directory / name).exists() for name in ("bin", "usr")):
+        raise DataError(
+            f"{directory} has a {_DOCKERFILE}, and no programs: no image is built here. Build it where Docker is, and add what `docker save` writes"
+        )
 
 
 def _settings(config: Mapping[str, Any], source: Path) -> tuple[dict[str, str], str]:

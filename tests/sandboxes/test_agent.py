@@ -98,7 +98,7 @@ COMMANDS = [
     ("sandbox exec --seconds 0.3 sleep 600", 124, "", "sandbox: the command was ended (time)\n"),
     ("printf '\\377\\000x' | sandbox write /a/b && sandbox read /a/b | od -An -tx1", 0, " ff 00 78\n", ""),
     ("sandbox read /nothing", 125, "", "sandbox: SandboxError: "),
-    ("sandbox exec", 125, "", "sandbox: BadRequest: command"),
+    ("sandbox exec", 125, "", "sandbox: expected a command"),
     ("HPCRL_SANDBOX=${HPCRL_SANDBOX%@*}1@${HPCRL_SANDBOX#*@} sandbox exec true", 125, "", "sandbox: no sandbox of this node has this key"),
     ("HPCRL_SANDBOX=http://key@127.0.0.1:9/ sandbox exec true", 125, "", "sandbox: it is gone: "),
     ("(sandbox exec cat /dev/zero; echo $? >&2) | head -c 1 | od -An -tx1", 0, " 00\n", "141\n"),
@@ -107,6 +107,8 @@ COMMANDS = [
     ("sandbox exec tar --version >&-", 125, "", "sandbox: the output cannot be written: Bad file descriptor\n"),
     ("sandbox exec tar --version > /dev/full", 125, "", "sandbox: the output cannot be written: No space left on device\n"),
     ("sandbox exec -i cat <&-", 0, "", ""),
+    ("head -c 11534337 /dev/zero | sandbox exec -i cat", 125, "", "sandbox: standard input has more than 11 MiB; give it in parts"),
+    ("head -c 11534337 /dev/zero | sandbox write /x", 125, "", "sandbox: standard input has more than 11 MiB; give it in parts"),
     ("HPCRL_SANDBOX= sandbox exec true", 125, "", "sandbox: HPCRL_SANDBOX names none"),
 ]  # fmt: skip
 

@@ -90,6 +90,8 @@ def test_commands_have_a_directory_a_time_and_bounded_output(make: Make) -> None
     assert shell(one, "echo on").endswith("\non"), "its directory is gone"
     assert shell(one, "pwd; PWD=/$(python3 -c 'print(\"x\" * 9000)')") == "/"
     assert shell(one, "pwd") == "/", "no program chooses a path that long"
+    assert shell(one, "cd /bin; set -- x y; : long; nothere").startswith("sh: "), "no error repeats the command"
+    assert shell(one, "pwd; echo $#; cd /") == "/bin\n0", "and none of its words changes the directory"
     assert shell(one, "cd /repo; trap - EXIT; echo /no/path >&3") == "/no/path", "its shell ends without its directory"
     assert shell(one, "pwd") == "/"
     long = shell(one, "i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i + 1)); done")

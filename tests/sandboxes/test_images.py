@@ -28,6 +28,7 @@ from tests.containers import missing
 from tests.sandboxes.material import make_rootfs
 
 Entry = tuple[str, str | bytes, Mapping[str, Any]]
+OWN = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
 SIF = b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC"
 VARIABLES = {"PATH": "/opt/bin:/bin", "LANG": "C"}
 
@@ -62,19 +63,20 @@ def hard(name: str, target: str) -> Entry:
     return entry(name, type=tarfile.LNKTYPE, linkname=target)
 
 
-def config_of(layers: Sequence[bytes]) -> bytes:
+def config_of(layers: Sequence[bytes], architecture: str) -> bytes:
     digests = [f"sha256:{hashlib.sha256(one).hexdigest()}" for one in layers]
     settings = {"Env": [f"{name}={value}" for name, value in VARIABLES.items()], "WorkingDir": "/srv"}
-    return json.dumps({"config": settings, "rootfs": {"type": "layers", "diff_ids": digests}}).encode()
+    rootfs = {"type": "layers", "diff_ids": digests}
+    return json.dumps({"architecture": architecture, "config": settings, "rootfs": rootfs}).encode()
 
 
-def docker_archive(path: Path, *layers: bytes) -> Path:
+def docker_archive(path: Path, *layers: bytes, architecture: str = OWN) -> Path:
     """Write what `docker save` writes."""
     names = [f"{number}/layer.tar" for number in range(len(layers))]
     manifest = [{"Config": "config.json", "RepoTags": ["tiny:1"], "Layers": names}]
     entries = [
         ("manifest.json", json.dumps(manifest).encode()),
-        ("config.json", config_of(layers)),
+        ("config.json", config_of(layers, architecture)),
         *zip(names, layers, strict=True),
     ]
     path.write_bytes(layer(*(entry(name, content) for name, content in entries)))
@@ -91,10 +93,9 @@ def oci_layout(path: Path, *layers: bytes) -> Path:
         (blobs / digest).write_bytes(content)
         return {"digest": f"sha256:{digest}", "size": len(content), **more}
 
-    own = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
-    manifest = {"config": blob(config_of(layers)), "layers": [blob(gzip.compress(one, mtime=0)) for one in layers]}
+    manifest = {"config": blob(config_of(layers, OWN)), "layers": [blob(gzip.compress(one, mtime=0)) for one in layers]}
     inner = {"manifests": [
-        blob(json.dumps(manifest).encode(), platform={"os": "linux", "architecture": own}),
+        blob(json.dumps(manifest).encode(), platform={"os": "linux", "architecture": OWN}),
         {"digest": "sha256:" + "0" * 64, "platform": {"os": "linux", "architecture": "s390x"}},
     ]}  # fmt: skip
     (path / "index.json").write_text(json.dumps({"manifests": [blob(json.dumps(inner).encode())]}))
@@ -182,7 +183,7 @@ def test_an_image_is_stored_once_whatever_its_names(store: ImageStore, tmp_path:
     assert unpacked(store, "two", tmp_path / "node").is_dir()
     store.remove("two")
     assert [path.name for path in (tmp_path / "runs" / ".images").iterdir()] == ["lock"]
-    with pytest.raises(DataError, match="no image 'two'; there are: none"):
+    with pytest.raises(DataError, match=r"no image 'two'; .*there are: none"):
         store.find("two")
     for name in ("../x", "", ".x", "a/b", "x" * 200):
         with pytest.raises(DataError, match="expected a name"):
@@ -256,12 +257,35 @@ def test_links_of_an_image_lead_nowhere_outside(store: ImageStore, tmp_path: Pat
 
 DAMAGES = {
     "not there": (lambda path: path.unlink(), "does not exist"),
-    "text": (lambda path: path.write_text("no archive, but long enough" * 40), "damaged"),
+    "text": (lambda path: path.write_text("no archive, but long enough" * 40), "damaged.*; expected an archive of `docker save`"),
+    "another machine's": (lambda path: docker_archive(path, LOWER, architecture="s390x"), f"for {OWN}, found one for 's390x'"),
+    "another machine's layout": (lambda path: oci_of_another_machine(path), f"for {OWN}, found one for 's390x'"),
+    "folder of a Dockerfile": (lambda path: folder_of_dockerfile(path), "no image is built here"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:3000]), "damaged|expected"),
     "cut and compressed": (lambda path: path.write_bytes(gzip.compress(path.read_bytes())[:300]), "damaged"),
     "other layer": (lambda path: path.write_bytes(path.read_bytes().replace(b"\x001", b"\x002")), "checksum|damaged"),
     "sif": (lambda path: path.write_bytes(SIF), "apptainer"),
 }  # fmt: skip
+
+
+def oci_of_another_machine(path: Path) -> None:
+    """Write what `skopeo copy` makes: its index does not name the machine."""
+    blobs = {hashlib.sha256(one).hexdigest(): one for one in (LOWER, config_of([LOWER], "s390x"))}
+    content, config = ({"digest": f"sha256:{digest}"} for digest in blobs)
+    manifest = json.dumps({"config": config, "layers": [content]}).encode()
+    name = hashlib.sha256(manifest).hexdigest()
+    path.unlink()
+    (path / "blobs" / "sha256").mkdir(parents=True)
+    for digest, one in {**blobs, name: manifest}.items():
+        (path / "blobs" / "sha256" / digest).write_bytes(one)
+    (path / "index.json").write_text(json.dumps({"manifests": [{"digest": f"sha256:{name}"}]}))
+    (path / "oci-layout").write_text("{}")
+
+
+def folder_of_dockerfile(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "Dockerfile").write_text("FROM python:3.12\nRUN pip install numpy\n")
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -379,6 +403,15 @@ def test_a_damaged_record_is_named_and_can_be_removed(
     assert main(["image", "add", "tiny", str(source), *root]) == 0
 
 
+def test_apt_stays_root_in_an_image_that_has_it(store: ImageStore, tmp_path: Path) -> None:
+    tiny = layer(folder("etc/apt/apt.conf.d"), soft("etc/apt/apt.conf.d/99-sandbox", "/etc/passwd"))
+    store.add("tiny", docker_archive(tmp_path / "a", tiny))
+    found = files(unpacked(store, "tiny", tmp_path / "node"))
+    assert found == {"etc/apt/apt.conf.d/99-sandbox": 'APT::Sandbox::User "root";\n'}
+    store.add("other", docker_archive(tmp_path / "b", LOWER))
+    assert not any("apt" in name for name in files(unpacked(store, "other", tmp_path / "node")))
+
+
 def test_an_archive_that_has_changed_is_not_unpacked(store: ImageStore, tmp_path: Path) -> None:
     image = store.add("tiny", docker_archive(tmp_path / "a", LOWER))
     archive, node = store.archive(image), tmp_path / "node"
@@ -390,6 +423,38 @@ def test_an_archive_that_has_changed_is_not_unpacked(store: ImageStore, tmp_path
         with pytest.raises(DamagedError, match="hpcrl image rm"):
             store.unpack(image, node)
         assert [path.name for path in node.iterdir()] == [f"{image.digest}.lock"]
+
+
+def test_who_shares_the_root_may_read_an_archive(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        store = ImageStore(tmp_path / "runs")
+        assert (
+            stat.S_IMODE(store.archive(store.add("tiny", docker_archive(tmp_path / "a", LOWER))).stat().st_mode)
+            == 0o644
+        )
+    finally:
+        os.umask(before)
+
+
+def test_an_archive_that_cannot_be_read_is_named() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        os.chmod(place, 0o777)
+        store, node = ImageStore(Path(place, "runs")), Path(place, "node")
+        image = store.add("tiny", docker_archive(Path(place, "a"), LOWER))
+        store.archive(image).chmod(0o000)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            node.mkdir()
+            with pytest.raises(DataError, match=r"may not be read by this user; .*chmod a\+r"):
+                store.unpack(image, node)
+        finally:
+            if os.getuid() == 0:
+                os.seteuid(0)
+        store.archive(image).unlink()
+        with pytest.raises(DamagedError, match="is missing; remove it by `hpcrl image rm`"):
+            store.unpack(image, node)
 
 
 @pytest.fixture
@@ -405,6 +470,8 @@ def test_the_command(tmp_path: Path, source: Path, capsys: pytest.CaptureFixture
     assert "tiny: docker-archive, " in capsys.readouterr().out
     assert main(["image", "add", "tiny", str(source), *root]) == 4
     assert "already" in capsys.readouterr().err
+    assert main(["image", "add", "other", str(source), "--temporary", str(tmp_path / "none"), *root]) == 4
+    assert "none: expected a directory" in capsys.readouterr().err
     assert main(["image", "ls", *root]) == 0
     assert "docker-archive, 0 s ago" in capsys.readouterr().out
     assert main(["image", "rm", "tiny", *root]) == 0

@@ -213,12 +213,28 @@ def test_what_does_not_start(serving: Callable[..., Any]) -> None:
     with serving(most=1) as node:
         for body, said in (
             ({"image": "other"}, "no image 'other'"),
+            ({"image": "tny"}, "did you mean tiny?"),
             ({"image": "tiny", "snapshot": "0" * 64}, "no snapshot"),
             ({}, "image: expected str"),
         ):
             answer = node.ask("/start", **body)
             assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
         assert node.start().run("echo on")[1] == "on\n", "what did not start has no place"
+
+
+def test_a_start_for_which_a_node_has_no_room_names_what_lacks(
+    serving: Callable[..., Any], user: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as node:
+        (scratch,) = (user / "temporary").glob("hpcrl-sandboxes-*")
+        scratch.chmod(0o500)
+        answer = [node.ask("/start", image="tiny") for _ in range(2)][1]
+        scratch.chmod(0o700)
+        said = capfd.readouterr().err
+        assert said.count("no sandbox starts here, and is asked for again: this node cannot start it: ") == 1, said
+        assert "Traceback" not in said
+        assert (answer.status_code, "this node cannot start it: " in answer.json()["error"]) == (500, True), answer.text
+        assert node.start().run("echo on")[1] == "on\n"
 
 
 KILLED = """

@@ -169,6 +169,22 @@ def test_a_folder_that_is_laid_out_wrongly(tmp_path: Path, files: dict[str, str 
         read_folder(tmp_path, NO_IMAGES)
 
 
+@pytest.mark.parametrize("name", ["tests/key", "tests", "solution/solve.sh", "instruction.md", "task.toml"])
+def test_no_link_of_a_folder_leads_out_of_it(tmp_path: Path, name: str) -> None:
+    """Who publishes a folder has no file of who reads it."""
+    secret = write(tmp_path / "own", key="s3cret", **{"test.sh": "s3cret"})
+    folder = harbor(tmp_path / "tasks" / "a", GOOD)
+    (folder / "tests" / "same.sh").symlink_to("test.sh")
+    assert "/tests/same.sh" in read_folder(folder, NO_IMAGES).tests.files
+    link = folder / name
+    if link.is_dir():
+        link.rename(folder / "other")
+    link.unlink(missing_ok=True)
+    link.symlink_to(secret if name == "tests" else secret / "key")
+    with pytest.raises(DataError, match=rf"{name}.* is a link out of"):
+        read_folder(folder, NO_IMAGES)
+
+
 @pytest.mark.parametrize(
     ("more", "wrong"),
     [
@@ -272,7 +288,9 @@ def test_check_names_the_broken_tasks(root: Path, place: Path, capsys: pytest.Ca
     (harbor(tasks / "h-tests", GOOD) / "tests" / "test.sh").unlink()
     (harbor(tasks / "i-layout", GOOD) / "task.toml").write_text("=")
     terminal_bench(tasks / "j-bench")
-    (place / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in (swe(test_cmd="python3 {files}"), {})))
+    harbor(tasks / "k-windows", GOOD, "echo yes > /answer\r\n")
+    rows = swe(test_cmd="python3 {files}"), {}, swe(test_cmd="python3 {files}", workdir="/nowhere")
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ["--image", "g-*=other", "--image", "*=box", "--root", str(root), "-j", "2"]
     code = main(["env", "check", str(tasks), str(place / "rows.jsonl"), *options])
     lines = [line.rpartition(",")[0] for line in capsys.readouterr().out.splitlines()]
@@ -285,19 +303,22 @@ def test_check_names_the_broken_tasks(root: Path, place: Path, capsys: pytest.Ca
             "broken    c-easy: its tests pass without a solution",
             "broken    d-wrong: its tests give 0.5, not 1, with its solution: ",
             "broken    e-failing: its solution ended with exit code 3: why",
-            "broken    f-silent: its tests leave no reward with its solution: nothing",
+            "broken    f-silent: its tests leave no reward with its solution, a number in /logs/verifier/reward.txt, or in reward.json as `reward` or alone: nothing",
             "broken    g-image: ",
-            "broken    h-tests: it has no tests",
+            "broken    h-tests: it has no tests; expected tests/test.sh",
             "broken    i-layout: ",
             "ok        j-bench: 1 with its solution, 0 without",
+            "broken    k-windows: its tests give 0.5, not 1, with its solution: ",
             "ok        a__b-1: 1 with its solution, 0 without",
             "broken    ",
-            "12 tasks: 8 broken",
+            "broken    a__b-1: its solution ended with exit code 127: /nowhere: No such file or directory",
+            "14 tasks: 10 broken",
         ],
         strict=True,
     ):
         assert line.startswith(expected)
     assert "there is no image 'other'" in lines[6]
+    assert "/solution/solve.sh has Windows line ends" in lines[10]
 
 
 def test_an_interrupted_check_ends_with_its_sandboxes(root: Path, place: Path) -> None:
@@ -313,8 +334,7 @@ def test_an_interrupted_check_ends_with_its_sandboxes(root: Path, place: Path) -
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            main(["env", "check", str(place / "tasks"), "--image", "*=box", "--root", str(root)])
+        assert main(["env", "check", str(place / "tasks"), "--image", "*=box", "--root", str(root)]) == 130
     finally:
         ended.set()
         thread.join()
@@ -330,6 +350,8 @@ def test_rows_are_a_dataset_that_can_be_played(
     terminal_bench(tasks / "b")
     assert main(["env", "rows", str(tasks), "--image", "*=box"]) == 0
     data.write_text(capsys.readouterr().out)
+    assert main(["env", "rows", str(data), "--image", "a=other", "--image", "bo?=third"]) == 0
+    assert [json.loads(row)["image"] for row in capsys.readouterr().out.splitlines()] == ["other", "third"]
     prompts = load_dataset([Source(str(data))], ("train",), DataConfig(train_data=[]), EnvironmentConfig(), 4)
     assert [prompt.env_class for prompt in prompts] == ["sandbox", "sandbox"]
     typed = '<tool_call>{"name": "shell", "arguments": {"command": "echo yes > /answer; pwd"}}</tool_call>\n\nDone.\n'
@@ -339,6 +361,13 @@ def test_rows_are_a_dataset_that_can_be_played(
         shown = capsys.readouterr().out
         assert "[tool]\n/\n" in shown
         assert "done after 2 turns, total reward 1\n" in shown
+
+
+def test_a_folder_of_tasks_is_no_dataset(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harbor(place / "tasks" / "a", GOOD)
+    for folder in (place / "tasks", place / "tasks" / "a"):
+        assert main(["env", "try", "sandbox", "--data", str(folder)]) == 4
+        assert f"`hpcrl env rows {folder} > tasks.jsonl`" in capsys.readouterr().err
 
 
 def test_an_example_row_is_a_whole_task(root: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:

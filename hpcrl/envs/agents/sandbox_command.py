@@ -30,6 +30,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 VARIABLE = "HPCRL_SANDBOX"
 ENDED, REFUSED = 124, 125
 _LONGEST_S = 24 * 3600.0
+_MOST_INPUT = 11 << 20  # a request has 16 MiB, in base64
 _BUSY, _WAIT_S = 429, 0.2
 _CONNECT_S, _SILENT_S = 20.0, 150.0  # a server gives up a transfer after 120
 
@@ -73,6 +74,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
 def _execute(asked: argparse.Namespace) -> int:
     command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+    if not command:
+        raise Refusal("expected a command, as in: sandbox exec ls /")
     body = {
         "command": command,
         "seconds": asked.seconds,
@@ -106,7 +109,12 @@ def _write(asked: argparse.Namespace) -> int:
 
 
 def _given() -> bytes:
-    return sys.stdin.buffer.read() if sys.stdin else b""  # None: it is closed
+    given = sys.stdin.buffer.read(_MOST_INPUT + 1) if sys.stdin else b""  # None: it is closed
+    if len(given) > _MOST_INPUT:
+        raise Refusal(
+            f"standard input has more than {_MOST_INPUT >> 20} MiB; give it in parts, as by: sandbox exec -i sh -c 'cat >> FILE'"
+        )
+    return given
 
 
 def _put(stream: TextIO | None, content: bytes) -> None:

@@ -95,6 +95,9 @@ _NEWEST = 424  # from here on machines have the same numbers, and programs do wi
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _DO_NOTHING = 0x7FFF0000, 0x80000000, 0x00050000
 _REFUSE, _NOT_THERE = _DO_NOTHING | errno.EPERM, _DO_NOTHING | errno.ENOSYS
+_NO_FAMILY = (
+    _DO_NOTHING | errno.EAFNOSUPPORT
+)  # useradd and su go on without a kernel's log, but not where it is refused
 _SECCOMP, _GET_SECCOMP, _FILTER = 22, 21, 2
 
 _Line = tuple[int, int, int, int]
@@ -133,7 +136,7 @@ def refuse_dangerous() -> None:
     checks = {
         number["ioctl"]: _none_of(1, _INPUT_OF_TERMINAL),
         number["clone"]: [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 1, 0, _NEW_NAMESPACES), (_RETURN, 0, 0, _ALLOW)],
-        number["socket"]: _one_of(0, (_AF_UNIX, _AF_INET, _AF_INET6)),
+        number["socket"]: [*_one_of(0, (_AF_UNIX, _AF_INET, _AF_INET6)), (_RETURN, 0, 0, _NO_FAMILY)],
         number["socketpair"]: _one_of(0, [_AF_UNIX]),
     }
     lines = _allowed(_numbers(_FREE + _OF_FILES + _OF_PROGRAMS, column), checks)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hpcrl.envs.terminal.judge import TaskVerdict, ending, judge, shown, solve, start_task, with_sandbox
-from hpcrl.envs.terminal.task import TerminalTask
+from hpcrl.envs.terminal.judge import EXPECTED, TaskVerdict, ending, judge, shown, solve, start_task, with_sandbox
+from hpcrl.envs.terminal.outcomes import outcomes
+from hpcrl.envs.terminal.task import TaskTests, TerminalTask
 from hpcrl.envs.tools.sandboxes import SandboxClient, Sandboxes
 from hpcrl.errors import DataError, SandboxError, UserCodeError
 
@@ -33,9 +34,18 @@ def check_task(sandboxes: Sandboxes, task: TerminalTask, network: bool) -> TaskC
     Raises:
         ServiceError: there is no room for a sandbox, or it is lost again and again.
     """
+    found = _checked(sandboxes, task, network)
+    if found.problem and (path := _with_windows_line_ends(task)):
+        return replace(found, problem=f"{found.problem}; {path} has Windows line ends: sed -i 's/\\r$//' removes them")
+    return found
+
+
+def _checked(sandboxes: Sandboxes, task: TerminalTask, network: bool) -> TaskCheck:
     tests, solution = task.tests, task.solution
     if tests is None:
-        return TaskCheck("it has no tests")
+        return TaskCheck(
+            "it has no tests; expected tests/test.sh, run-tests.sh beside a task.yaml, or the column `tests` of a row"
+        )
 
     def tested(act: Callable[[SandboxClient], str]) -> TaskVerdict:
         changed = with_sandbox(lambda: start_task(sandboxes, task, network), act)
@@ -58,11 +68,35 @@ def check_task(sandboxes: Sandboxes, task: TerminalTask, network: bool) -> TaskC
     except (UserCodeError, SandboxError, DataError) as error:
         return TaskCheck(str(error), before and before.reward)
     if after.reward is None:
-        return TaskCheck(f"its tests leave no reward with its solution: {_end(after)}", before.reward)
+        return TaskCheck(f"its tests leave no reward with its solution, {EXPECTED}: {_end(after)}", before.reward)
     if after.reward < 1:
         how = f"are ended ({after.ended})" if after.ended else f"give {after.reward:g}, not 1,"
-        return TaskCheck(f"its tests {how} with its solution: {_end(after)}", before.reward, after.reward)
+        missed = _not_passed(tests, after.output)
+        return TaskCheck(f"its tests {how} with its solution{missed}: {_end(after)}", before.reward, after.reward)
     return TaskCheck("", before.reward, after.reward)
+
+
+def _not_passed(tests: TaskTests, output: str) -> str:
+    """Return which of the named cases have not passed, as a part of a sentence; empty where cases do not decide."""
+    if tests.scoring != "cases":
+        return ""
+    found = outcomes(output)
+    if not found:
+        return ", as their output names no case of pytest or unittest"
+    missed = [name for name in (*tests.fail_to_pass, *tests.pass_to_pass) if not found.get(name)]
+    more = f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+    return (
+        f", as {missed[0]!r:.200}{more} {'fails' if missed[0] in found else 'is not among the cases that ran'}"
+        if missed
+        else ""
+    )
+
+
+def _with_windows_line_ends(task: TerminalTask) -> str:
+    """Return a script or patch of a task whose lines end as those of Windows, which shells and `git apply` take as a part of the line."""
+    scripts = [script.files for script in (task.tests, task.solution) if script]
+    files = [one for files in scripts for one in files.items()]
+    return next((path for path, content in files if path.endswith((".sh", ".patch")) and b"\r\n" in content), "")
 
 
 def _end(verdict: TaskVerdict) -> str:

@@ -43,11 +43,12 @@ class ImageNames:
 
     def of(self, task: str, docker_image: str | None) -> str:
         """Return the name of an image: the chosen one, else the Docker image's with dashes, else that of the task."""
-        named = [one for one in (task, docker_image) if one]
-        for pattern, name in self.chosen:
-            if any(fnmatchcase(one, pattern) for one in named):
-                return name
-        return _NO_NAME.sub("-", docker_image or task).strip("-.")
+        return self.chosen_for(task, docker_image) or _NO_NAME.sub("-", docker_image or task).strip("-.")
+
+    def chosen_for(self, task: str, image: str | None) -> str | None:
+        """Return the name that is chosen for a task, or for its image; None: there is none."""
+        named = [one for one in (task, image) if one]
+        return next((name for pattern, name in self.chosen if any(fnmatchcase(one, pattern) for one in named)), None)
 
 
 def task_folders(path: Path) -> list[Path]:
@@ -83,10 +84,10 @@ def _is_task(path: Path) -> bool:
 def _harbor(folder: Path, images: ImageNames) -> TerminalTask:
     path = folder / HARBOR
     try:
-        config = tomli.loads(_text(path))
+        config = tomli.loads(_text(folder, HARBOR))
     except tomli.TOMLDecodeError as error:
         raise DataError(f"{path}: {error}") from error
-    tests, solution = _tree(folder / "tests", "/tests"), _tree(folder / "solution", "/solution")
+    tests, solution = _tree(folder, "tests", "/tests"), _tree(folder, "solution", "/solution")
     verifier, agent = _table(path, config, "verifier"), _table(path, config, "agent")
     seconds, patience = verifier.get("timeout_sec", _HARBOR_SECONDS), agent.get("timeout_sec", _HARBOR_SECONDS)
     environment, docker = _table(path, _table(path, config, "solution"), "env"), _table(path, config, "environment")
@@ -97,7 +98,7 @@ def _harbor(folder: Path, images: ImageNames) -> TerminalTask:
         path,
         TerminalTask(
             name=folder.name,
-            prompt=_text(folder / "instruction.md").strip(),
+            prompt=_text(folder, "instruction.md").strip(),
             image=images.of(folder.name, docker_image),
             tests=TaskTests(
                 "bash /tests/test.sh",
@@ -129,15 +130,14 @@ def _artifacts(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
 def _terminal_bench(folder: Path, images: ImageNames) -> TerminalTask:
     path = folder / TERMINAL_BENCH
     try:
-        config = yaml.safe_load(_text(path))
+        config = yaml.safe_load(_text(folder, TERMINAL_BENCH))
     except (yaml.YAMLError, RecursionError) as error:
         raise DataError(f"{path}: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("instruction"), str):
         raise DataError(f"{path}: expected a text as `instruction`")
     seconds, patience = (config.get(name) or default for name, default in _TERMINAL_BENCH_SECONDS.items())
-    runner, solution = folder / "run-tests.sh", folder / "solution.sh"
-    tests = {**_tree(folder / "tests", "/tests"), **_file(runner, "/tests/run-tests.sh")}
-    files = _file(solution, "/solution/solution.sh")
+    runner, files = _file(folder, "run-tests.sh", "/tests"), _file(folder, "solution.sh", "/solution")
+    tests = {**_tree(folder, "tests", "/tests"), **runner}
     where = {"TEST_DIR": "/tests"}
     return _checked(
         path,
@@ -145,9 +145,7 @@ def _terminal_bench(folder: Path, images: ImageNames) -> TerminalTask:
             name=folder.name,
             prompt=config["instruction"].strip(),
             image=images.of(folder.name, None),
-            tests=TaskTests("bash /tests/run-tests.sh", tests, seconds, where, scoring="cases")
-            if runner.is_file()
-            else None,
+            tests=TaskTests("bash /tests/run-tests.sh", tests, seconds, where, scoring="cases") if runner else None,
             solution=TaskScript("bash /solution/solution.sh", files, patience) if files else None,
         ),
     )
@@ -168,19 +166,22 @@ def _table(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _file(path: Path, at: str) -> dict[str, bytes]:
-    return {at: _bytes(path, MOST_BYTES)} if path.is_file() else {}
+def _file(folder: Path, name: str, at: str) -> dict[str, bytes]:
+    return {f"{at}/{name}": _bytes(folder, name, MOST_BYTES)} if (folder / name).is_file() else {}
 
 
-def _text(path: Path) -> str:
+def _text(folder: Path, name: str) -> str:
     try:
-        return _bytes(path, _LARGEST_TEXT).decode()
+        return _bytes(folder, name, _LARGEST_TEXT).decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: expected text in UTF-8") from error
+        raise DataError(f"{folder / name}: expected text in UTF-8") from error
 
 
-def _bytes(path: Path, most: int) -> bytes:
-    """Return the content of a regular file. Raises DataError where it is none, or longer."""
+def _bytes(folder: Path, name: str, most: int) -> bytes:
+    """Return the content of a regular file of a task's folder. Raises DataError where it is none, longer, or leads out of the folder."""
+    path = folder / name
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):  # to a file of who reads it
+        raise DataError(f"{path} is a link out of {folder}; put the file itself there")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
@@ -192,15 +193,16 @@ def _bytes(path: Path, most: int) -> bytes:
     return content
 
 
-def _tree(folder: Path, at: str) -> dict[str, bytes]:
-    """Return the files below a folder by their paths in the sandbox; none where there is no such folder."""
-    found, size = dict[str, bytes](), 0
-    for path in _walk(folder):
-        found[f"{at}/{path.relative_to(folder).as_posix()}"] = content = _bytes(path, MOST_BYTES)
+def _tree(folder: Path, name: str, at: str) -> dict[str, bytes]:
+    """Return the files below a folder of a task's folder by their paths in the sandbox; none where there is no such folder."""
+    found, size, top = dict[str, bytes](), 0, folder / name
+    for path in _walk(top):
+        content = _bytes(folder, str(path.relative_to(folder)), MOST_BYTES)
+        found[f"{at}/{path.relative_to(top).as_posix()}"] = content
         size += len(content)
         if size > MOST_BYTES or len(found) > MOST_FILES:
             raise DataError(
-                f"{folder}: expected at most {MOST_FILES} files of {MOST_BYTES} bytes; put large ones into the image"
+                f"{top}: expected at most {MOST_FILES} files of {MOST_BYTES} bytes; put large ones into the image"
             )
     return found
 

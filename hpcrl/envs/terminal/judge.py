@@ -23,10 +23,13 @@ R = TypeVar("R")
 LOGS = "/logs/verifier"
 """Directory of Harbor's reward files: https://harborframework.com/docs/tasks."""
 
+EXPECTED = f"a number in {LOGS}/reward.txt, or in reward.json as `reward` or alone"
+"""What tests leave whose scoring is `file`."""
+
 SETUP_SECONDS = 120.0
 _OWN = "/tests", "/solution", LOGS
 _TRIES = 3
-_SHELL = 'exec 2>&1; eval "$0"'
+_SHELL = 'exec 2>&1; eval "set --; $1"'
 _PREPARE_SECONDS = 60.0
 _MOST_OUTPUT, _LONGEST_REWARD = 16 << 20, 1 << 16
 _SHOWN = 400
@@ -129,7 +132,7 @@ def judge(sandboxes: Sandboxes, task: TerminalTask, tests: TaskTests, snapshot: 
             ran = _run(sandbox, task, tests)
         except SandboxError as error:  # what the policy has changed leaves no room
             return TaskVerdict(0.0, output=str(error), ended="refused")
-        output = ran.stdout.decode(errors="replace")
+        output = _printed(ran)
         if ran.ended:
             return TaskVerdict(0.0, output=output, ended=ran.ended)
         if tests.scoring == "exit_code":
@@ -173,12 +176,17 @@ def ending(ran: RunResult) -> str:
 
 def shown(ran: RunResult) -> str:
     """Return the end of what a program printed, for messages."""
-    return ran.stdout.decode(errors="replace").strip()[-_SHOWN:] or "it printed nothing"
+    return _printed(ran).strip()[-_SHOWN:] or "it printed nothing"
+
+
+def _printed(ran: RunResult) -> str:
+    """Return what a script wrote; to its error stream there is only why its shell did not start."""
+    return (ran.stdout + ran.stderr).decode(errors="replace")
 
 
 def _run(sandbox: SandboxClient, task: TerminalTask, script: TaskScript) -> RunResult:
     _write(sandbox, script.files)
-    command = ["sh", "-c", _SHELL, script.command]
+    command = ["sh", "-c", _SHELL, "sh", script.command]
     return sandbox.run(
         command, script.seconds, environment=script.environment, directory=task.directory, most=_MOST_OUTPUT
     )
@@ -194,7 +202,8 @@ def _clean(sandbox: SandboxClient) -> None:
     command = f"rm -rf {shlex.join(_OWN)} && mkdir -p {LOGS}"
     ran = sandbox.run(["sh", "-c", command], _PREPARE_SECONDS, directory="/")
     if ran.code != 0:
-        raise SandboxError(f"the directories {', '.join(_OWN)} cannot be emptied: {ran.stderr!r:.200}")
+        why = ran.stderr.decode(errors="replace").strip()
+        raise SandboxError(f"{', '.join(_OWN)} cannot be emptied, for which an image has sh, rm and mkdir: {why[:200]}")
 
 
 def _of_cases(tests: TaskTests, output: str) -> TaskVerdict:

@@ -25,7 +25,7 @@ _LOOK_SECONDS = 30.0
 _LONGEST_PATH = 4096
 _LINES = 200
 # descriptor 3 is the sandbox's standard error, where the working directory is written when the shell ends
-_SHELL = 'exec 3>&2 2>&1; cd -- "$1" || cd /; trap \'printf "%s%s" "$2" "$PWD" >&3\' EXIT; eval "$0"'
+_SHELL = 'exec 3>&2 2>&1; cd -- "$2" || cd /; trap "printf %s%s $3 \\"\\$PWD\\" >&3" EXIT; eval "set --; $1"'
 _SUBMIT = "submit"
 
 
@@ -95,7 +95,7 @@ class Workplace:
         if limit <= 0:
             raise CallError("expected more than 0 seconds")
         mark, self.changed = secrets.token_hex(8), True
-        ran = self._ran(["sh", "-c", _SHELL, command, self._place(), mark], limit)
+        ran = self._ran(["sh", "-c", _SHELL, "sh", command, self._place(), mark], limit)
         rest, ended, directory = ran.stderr.decode(errors="replace").rpartition(mark)
         if not ended:  # the shell was killed, or replaced
             rest, directory = directory, ""
