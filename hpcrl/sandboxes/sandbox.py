@@ -21,7 +21,7 @@ import termios
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -289,18 +289,20 @@ class Sandbox:
         self._lock, self._memory_killed = threading.Lock(), float("-inf")
         self._changing = threading.RLock()  # held by a snapshot, while which nothing else begins
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
-        self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._alive, held = socket.socketpair()  # all processes of the sandbox but its programs have the other end
-        try:
-            with other, held:
-                self._process = subprocess.Popen(
-                    _COMMAND, stdin=other.fileno(), stdout=held.fileno(), env=_ENVIRONMENT, start_new_session=True
-                )
-        except OSError:
-            self._owner.close()
-            self._alive.close()
-            self._place.rmdir()
-            raise
+        with ExitStack() as own:  # is kept once the process has started
+            own.callback(self._place.rmdir)
+            self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with other:
+                own.enter_context(self._owner)
+                self._alive, held = (
+                    socket.socketpair()
+                )  # all processes of the sandbox but its programs have the other end
+                with held:
+                    own.enter_context(self._alive)
+                    self._process = subprocess.Popen(
+                        _COMMAND, stdin=other.fileno(), stdout=held.fileno(), env=_ENVIRONMENT, start_new_session=True
+                    )
+            own.pop_all()
         settings = {"image": str(image), "place": str(self._place), "network": network, **asdict(self.limits)}
         settings["fuse_overlayfs"] = fuse_overlayfs
         reason = "its first process ended"

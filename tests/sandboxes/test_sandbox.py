@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -47,6 +48,24 @@ def kept(user: Path) -> Path:
 
 def shell(sandbox: Sandbox, text: str, seconds: float = PATIENCE_S) -> Output:
     return sandbox.run(["sh", "-c", text], seconds)
+
+
+@pytest.mark.parametrize("room", [0, 2, 4], ids=["socket", "second socket", "process"])
+def test_one_for_which_there_are_too_many_open_files_leaves_nothing(image: Path, scratch: Path, room: int) -> None:
+    taken = [os.dup(0) for _ in range(room + 1)]
+    for each in taken:
+        os.close(each)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1], limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            Sandbox(image, scratch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not list(scratch.iterdir())
+    free = os.dup(0)
+    os.close(free)
+    assert free == taken[0]
 
 
 def test_a_program_runs_as_root_of_its_own_files(start: Start, image: Path) -> None:
