@@ -6,6 +6,7 @@ import hashlib
 import os
 import resource
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -66,6 +67,14 @@ def test_one_for_which_there_are_too_many_open_files_leaves_nothing(image: Path,
     free = os.dup(0)
     os.close(free)
     assert free == taken[0]
+
+
+def test_one_whose_server_was_killed_before_it_had_asked_ends_quietly() -> None:
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.close()
+    with other:
+        done = subprocess.run(module._COMMAND, stdin=other.fileno(), capture_output=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_a_program_runs_as_root_of_its_own_files(start: Start, image: Path) -> None:
