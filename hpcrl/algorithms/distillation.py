@@ -151,6 +151,9 @@ def contrastive_advantages(
     No advantage changes its sign: one that would becomes 0. A sample's trained tokens, modulated or not, are two sets, each with a mean
     of its own. Of n tokens m are modulated: their advantages are multiplied by weight n / m, the others by n / (n - m).
 
+    The factors have no bound, as in the paper: one modulated token alone is the mean of its set. Those of the modulated tokens sum to
+    weight n, and those of the others to n, however few a set has. How many hints were right or wrong is in none of them.
+
     Not from the paper: it writes two means of losses. Factors of advantages are the same for a loss that is proportional to the
     advantage, with any reduction. And an advantage of 0 stays 0, where equation 11 takes it as positive.
 

@@ -27,6 +27,7 @@ def main(seconds: float) -> None:
     render_jinja_template = _import_renderer()
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)  # who asks ends with them, and with that this process
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who asks was killed
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     bound_memory(_ROOM)
@@ -46,7 +47,9 @@ def main(seconds: float) -> None:
         return b"\0", "".join(texts)
 
     while size := int.from_bytes(asked.read(8), "little"):
-        template, options = json.loads(asked.read(size))
+        if len(request := asked.read(size)) < size:  # who asks was killed
+            return
+        template, options = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         status, text = answer(template, options)
         if len(text) > _LARGEST:

@@ -29,6 +29,8 @@ LONGEST_STATE = 1 << 16
 """Characters of an environment's state."""
 WAITING: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("WAITING", default=nullcontext)
 """Returns what a call of an environment enters while it waits for a place that another sample may have: it holds no thread meanwhile."""
+GIVEN_UP: ContextVar[Callable[[], bool]] = ContextVar("GIVEN_UP", default=lambda: False)
+"""Returns whether a call of an environment or a reward has been given up: nobody waits for its result any more."""
 
 
 @dataclass(frozen=True)

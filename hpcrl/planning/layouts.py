@@ -6,6 +6,7 @@ python -m hpcrl.planning.layouts < CONFIGS > PROBLEMS     both JSON lists, of TO
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,9 +89,14 @@ def _missing(config: Config, models: Mapping[str, Shapes]) -> Iterator[str]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who asks was killed
+    try:
+        texts = json.load(sys.stdin)
+    except ValueError:  # it was killed before it had asked
+        return
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as place:  # a module of config_class may print
         configs = []
-        for text in json.load(sys.stdin):
+        for text in texts:
             path = Path(place) / "config.toml"
             path.write_text(text, encoding="utf-8")
             configs.append(Config.from_toml([path]))

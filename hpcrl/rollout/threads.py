@@ -13,7 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from hpcrl.envs.base import WAITING
+from hpcrl.envs.base import GIVEN_UP, WAITING
 
 R = TypeVar("R")
 
@@ -82,6 +82,10 @@ class Call(Generic[R]):
         except BaseException as error:  # noqa: BLE001  it is raised again by the awaiting task
             self._error = error
         self.computed_s = time.thread_time() - computed
+
+    def unwanted(self) -> bool:
+        """Return whether it was given up, or the task that waits for it was cancelled."""
+        return self.given_up or self.known.cancelled()
 
     async def result(self) -> R:
         """Return what the function returns, or raise what it raises. Raises TooLong where it takes longer than it may."""
@@ -277,6 +281,7 @@ class CallThreads:
         while True:
             while (call := self._next()) is not None:
                 WAITING.set(partial(self._away, call, loop))
+                GIVEN_UP.set(call.unwanted)
                 call.run()
                 if not self._end(call, loop):
                     return

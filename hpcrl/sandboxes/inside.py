@@ -89,6 +89,8 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:  # no child has the socket: its other end learns of the end at once
         os.dup2(nothing.fileno(), 0)
     settings, descriptors = receive(owner)
+    if settings is None:  # the owner was killed before it had asked
+        os._exit(0)
     try:
         upper, layers = _prepare(settings, descriptors), None
         if settings["fuse_overlayfs"]:

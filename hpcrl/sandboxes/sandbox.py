@@ -21,7 +21,7 @@ import termios
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -189,30 +189,27 @@ class SandboxCommand:
         if given is not None and len(self.streams) == 1:
             given += _typed_end(given)
         left, killed = memoryview(given or b""), False
-        with selectors.DefaultSelector() as selector:
+        with closing(self), selectors.DefaultSelector() as selector:
             for stream in (*self.streams, self.control):
                 selector.register(stream, selectors.EVENT_READ)
             if given is not None and self.stdin is not None:
                 selector.register(self.stdin, selectors.EVENT_WRITE)
-            try:
-                while self.result is None:
-                    seconds = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
-                    ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
-                    if not ready and seconds <= 0:
-                        if killed:
-                            raise SandboxError("the sandbox does not end a program; end the sandbox")
-                        self.sandbox.kill()  # its supervisor was stopped, or cannot end it
-                        killed = True
-                    if self.stdin in ready:
-                        left = self._feed(left, selector)
-                    over = self.control.fileno() in ready
-                    # what it wrote last was written before its end was reported
-                    for stream in [one for one in self.streams if one in ready or over]:
-                        yield from self._drain(stream, selector, _MOST_PIECES if over else 1)
-                    if over:
-                        self.result = Ended(None, "time") if killed else self._result()
-            finally:
-                self.close()
+            while self.result is None:
+                seconds = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
+                ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
+                if not ready and seconds <= 0:
+                    if killed:
+                        raise SandboxError("the sandbox does not end a program; end the sandbox")
+                    self.sandbox.kill()  # its supervisor was stopped, or cannot end it
+                    killed = True
+                if self.stdin in ready:
+                    left = self._feed(left, selector)
+                over = self.control.fileno() in ready
+                # what it wrote last was written before its end was reported
+                for stream in [one for one in self.streams if one in ready or over]:
+                    yield from self._drain(stream, selector, _MOST_PIECES if over else 1)
+                if over:
+                    self.result = Ended(None, "time") if killed else self._result()
 
     def _feed(self, left: memoryview, selector: selectors.BaseSelector) -> memoryview:
         """Write to its input what fits; return what is left of it."""
@@ -289,18 +286,20 @@ class Sandbox:
         self._lock, self._memory_killed = threading.Lock(), float("-inf")
         self._changing = threading.RLock()  # held by a snapshot, while which nothing else begins
         self._place = Path(tempfile.mkdtemp(prefix="sandbox-", dir=scratch))
-        self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._alive, held = socket.socketpair()  # all processes of the sandbox but its programs have the other end
-        try:
-            with other, held:
-                self._process = subprocess.Popen(
-                    _COMMAND, stdin=other.fileno(), stdout=held.fileno(), env=_ENVIRONMENT, start_new_session=True
-                )
-        except OSError:
-            self._owner.close()
-            self._alive.close()
-            self._place.rmdir()
-            raise
+        with ExitStack() as own:  # is kept once the process has started
+            own.callback(self._place.rmdir)
+            self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with other:
+                own.enter_context(self._owner)
+                self._alive, held = (
+                    socket.socketpair()
+                )  # all processes of the sandbox but its programs have the other end
+                with held:
+                    own.enter_context(self._alive)
+                    self._process = subprocess.Popen(
+                        _COMMAND, stdin=other.fileno(), stdout=held.fileno(), env=_ENVIRONMENT, start_new_session=True
+                    )
+            own.pop_all()
         settings = {"image": str(image), "place": str(self._place), "network": network, **asdict(self.limits)}
         settings["fuse_overlayfs"] = fuse_overlayfs
         reason = "its first process ended"
@@ -362,8 +361,12 @@ class Sandbox:
                 self.expect()
                 raise SandboxError(f"no terminal for the program: {error}") from error
             control.settimeout(None)
-            return SandboxCommand(self, control, os.dup(master), {master: "stdout"}, deadline)
-        pairs = [os.pipe() for _ in range(3)]
+            with ExitStack() as held:
+                held.callback(os.close, master)
+                typed = os.dup(master)
+                held.pop_all()
+            return SandboxCommand(self, control, typed, {master: "stdout"}, deadline)
+        pairs = _pipes(3)
         theirs, own = [pairs[0][0], pairs[1][1], pairs[2][1]], [pairs[0][1], pairs[1][0], pairs[2][0]]
         program = SandboxCommand(self, control, own[0], {own[1]: "stdout", own[2]: "stderr"}, deadline)
         try:
@@ -517,6 +520,18 @@ def _not_started(answer: Mapping[str, Any]) -> SandboxError | DataError:
     if answer.get("wrong"):
         return DataError(message)
     return NoSandboxes(message, answer["lacks"]) if "lacks" in answer else SandboxError(message)
+
+
+def _pipes(count: int) -> list[tuple[int, int]]:
+    """Return pipes. Where there are too many open files for all of them, none stays open."""
+    with ExitStack() as held:
+        pairs = list[tuple[int, int]]()
+        for _ in range(count):
+            pairs.append(os.pipe())
+            for end in pairs[-1]:
+                held.callback(os.close, end)
+        held.pop_all()
+    return pairs
 
 
 def _typed_end(given: bytes) -> bytes:

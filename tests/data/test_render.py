@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -20,6 +23,8 @@ from tests.paths import CONFIGS
 MODEL = str(CONFIGS / "quickstart" / "model")
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b"}]
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+REQUEST = json.dumps(["fine", {"conversations": [[]]}]).encode()
+WHOLE = len(REQUEST).to_bytes(8, "little") + REQUEST
 WHERE_LONG = "{% if messages[0].content|length > 9 %}" + LOOPS + "{% endif %}fine"
 
 
@@ -75,6 +80,20 @@ def test_signals_to_the_group_end_no_rendering() -> None:
     process.kill()
     process.wait()
     assert written("fine") == "fine"
+
+
+@pytest.mark.parametrize("asked", [WHOLE, WHOLE[:-1]], ids=["whole", "half a request"])
+def test_one_whose_asker_was_killed_ends_quietly(asked: bytes) -> None:
+    """The answer has no reader any more."""
+    command = [sys.executable, "-m", "hpcrl.data.render_process", "60"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        process.stdin.write(asked)
+        process.stdin.close()
+        assert process.stderr.read() == b""
 
 
 def test_a_forked_process_has_its_own() -> None:

@@ -328,3 +328,17 @@ def test_sizes_that_are_no_numbers_are_a_damaged_line(tmp_path: Path) -> None:
     run.attempts.write_text(json.dumps({**line, "sizes": {NODES: "2"}}) + "\n")
     with pytest.raises(RunError, match="'sizes' is"):
         read_attempts(run)
+
+
+@pytest.mark.parametrize("asked", [b"[]", b"["], ids=["whole", "half a question"])
+def test_a_process_whose_asker_was_killed_ends_quietly(asked: bytes) -> None:
+    """The answer has no reader any more."""
+    command = [sys.executable, "-m", "hpcrl.planning.layouts"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        process.stdin.write(asked)
+        process.stdin.close()
+        assert process.stderr.read() == b""

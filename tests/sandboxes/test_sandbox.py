@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -47,6 +50,47 @@ def kept(user: Path) -> Path:
 
 def shell(sandbox: Sandbox, text: str, seconds: float = PATIENCE_S) -> Output:
     return sandbox.run(["sh", "-c", text], seconds)
+
+
+@contextmanager
+def room_for(files: int) -> Iterator[None]:
+    """Have this process open no more than so many files meanwhile; none of them is left open."""
+    taken = [os.dup(0) for _ in range(files + 1)]
+    for each in taken:
+        os.close(each)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    free = [os.dup(0) for _ in taken]
+    for each in free:
+        os.close(each)
+    assert free == taken
+
+
+@pytest.mark.parametrize("files", [0, 2, 4], ids=["socket", "second socket", "process"])
+def test_one_for_which_there_are_too_many_open_files_leaves_nothing(image: Path, scratch: Path, files: int) -> None:
+    with room_for(files), pytest.raises(OSError, match="Too many open files"):
+        Sandbox(image, scratch)
+    assert not list(scratch.iterdir())
+
+
+def test_a_program_for_which_there_are_too_many_open_files_leaves_none_open(start: Start) -> None:
+    one = start()
+    for files, terminal in ((0, False), (2, False), (4, False), (6, False), (2, True), (3, True)):
+        with room_for(files), pytest.raises(OSError, match="Too many open files"):
+            one.run(["true"], PATIENCE_S, terminal=terminal)
+    assert shell(one, "exit 3").code == 3
+
+
+def test_one_whose_server_was_killed_before_it_had_asked_ends_quietly() -> None:
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.close()
+    with other:
+        done = subprocess.run(module._COMMAND, stdin=other.fileno(), capture_output=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_a_program_runs_as_root_of_its_own_files(start: Start, image: Path) -> None:

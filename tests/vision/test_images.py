@@ -25,7 +25,7 @@ from hpcrl.data.prompts import load_prompts
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.data.vision.families import family_of, placeholders
-from hpcrl.data.vision.images import image_text, opened, png, size_of
+from hpcrl.data.vision.images import check_pixels, image_text, opened, png, size_of
 from hpcrl.data.vision.messages import with_images, without_images
 from hpcrl.data.vision.reader import GRID, PIXELS, ImageReader, Preparation, named_tensors, row_images
 from hpcrl.engines.vllm.images import _items
@@ -194,6 +194,22 @@ def test_the_size_of_a_png_is_found_without_its_pixels() -> None:
     assert size_of(text) == (10, 40)
     with pytest.raises(DataError, match="image data:image/png"):
         opened(text)
+
+
+@pytest.mark.parametrize("kind", ["bmp", "png", "jpeg", "gif"])
+def test_the_size_is_found_without_decoding_the_base64_of_the_pixels(kind: str) -> None:
+    """Each request shows all images of its history again. What is behind the first kilobytes of this one is no base64."""
+    file = io.BytesIO()
+    Image.effect_noise((300, 200), 90).convert("RGB").save(file, kind)
+    text = image_text(file.getvalue())
+    broken = f"{text[: len(text) - 1000]}!{text[len(text) - 999 :]}"
+    assert size_of(text) == (200, 300)
+    check_pixels(broken, 60_000)
+    with pytest.raises(DataError, match="expected at most 59,999 pixels"):
+        check_pixels(broken, 59_999)
+    assert (opened(text).height, opened(text).width) == (200, 300)
+    with pytest.raises(DataError, match="no base64"):
+        opened(broken)
 
 
 @pytest.mark.parametrize("kind", KINDS)

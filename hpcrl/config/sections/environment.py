@@ -79,7 +79,7 @@ class LLMJudgeConfig:
             needs="pairwise_judge in environment.group_reward_function",
         ),
     )
-    """pairwise_judge: others of its group that the judge compares each sample with as the first answer; it is the second one as often. A group of n samples takes n times as many requests, n - 1 comparisons being the most."""
+    """pairwise_judge: others of its group that the judge compares each sample with as the first answer; it is the second one as often. A group of n samples takes n times as many requests, n - 1 comparisons being the most. A comparison without a verdict is left out, and a sample without any other has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

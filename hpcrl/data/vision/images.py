@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import re
@@ -128,12 +127,49 @@ def opened(image: str) -> Image:
     return next(iter(Frames(image)))
 
 
+class _InBase64(io.RawIOBase):
+    """The content of an image's data URL, whose base64 begins at `start`; only what is read is decoded. Reading raises as `place_of` does."""
+
+    def __init__(self, image: str, start: int) -> None:
+        self._image, self._start, self._at = image, start, 0
+
+    @property
+    def _size(self) -> int:
+        return (len(self._image) - self._start) // 4 * 3 - self._image[-2:].count("=")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        from_ = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, from_ + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read bytes; every three are four characters."""
+        first, end = self._at // 3, -((self._at + len(buffer)) // -3)
+        content = _decoded(self._image, self._start + 4 * first, self._start + 4 * end)
+        found = content[self._at - 3 * first :][: len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def readall(self) -> bytes:
+        return self.read(self._size) or b""
+
+
 @contextmanager
-def _reading(image: str) -> Iterator[Image]:
+def _reading(image: str, *, header: bool = False) -> Iterator[Image]:
+    """Have an image that is read: all of it, or its header, so that not all of a data URL is decoded."""
     from PIL import Image
 
+    url = _DATA_URL.match(image) if header else None
     try:
-        with Image.open(place_of(image), formats=_READ) as found:
+        place = io.BufferedReader(_InBase64(image, url.end())) if url else place_of(image)
+        with Image.open(place, formats=_READ) as found:
             yield found
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"image {image[:SHOWN]}: {error}") from error
@@ -173,7 +209,7 @@ class Frames:
 
 def check_pixels(image: str, most: int) -> None:
     """Refuse an image with more pixels, of which only the header is read; errors as of `opened`."""
-    with _reading(image) as found:
+    with _reading(image, header=True) as found:
         width, height = found.size
     if width * height > most:
         raise DataError(f"an image of {width} x {height} pixels: expected at most {most:,} pixels; make it smaller")
@@ -181,7 +217,7 @@ def check_pixels(image: str, most: int) -> None:
 
 def size_of(image: str) -> tuple[int, int]:
     """Return height and width of an image, of which no pixel is decoded; errors as of `opened`."""
-    with _reading(image) as found:
+    with _reading(image, header=True) as found:
         width, height = found.size
         hidden = found.format == "PNG" and "exif" not in found.info
         orientation = _orientation(_exif_of_png(found) if hidden else found.getexif())
@@ -235,7 +271,12 @@ def place_of(image: str) -> str | io.BytesIO:
     """Return the path of an image's file, or its content. Raises DataError where its text is no base64."""
     if not (match := _DATA_URL.match(image)):
         return image
+    return io.BytesIO(_decoded(image, match.end()))
+
+
+def _decoded(image: str, start: int, end: int | None = None) -> bytes:
+    """Return the bytes of a part of an image's data URL; errors as of `place_of`."""
     try:
-        return io.BytesIO(base64.b64decode(image[match.end() :], validate=True))
-    except binascii.Error as error:
+        return base64.b64decode(image[start:end], validate=True)
+    except ValueError as error:  # binascii.Error is one
         raise DataError(f"image {image[:SHOWN]}: no base64: {error}") from error

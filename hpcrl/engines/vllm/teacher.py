@@ -52,7 +52,7 @@ class EngineTeacher:
         """Return the scores of the groups' rows, by group id; as ScoringModel.scores.
 
         Args:
-            before: called whenever a row is scored.
+            before: called whenever a row is aligned or scored.
 
         Raises:
             DataError: a sample file is missing or damaged.
@@ -69,6 +69,7 @@ class EngineTeacher:
             try:
                 if self._aligner is not None:
                     shown, spans = in_teacher_tokens(self._aligner, row.token_ids, row.loss_mask)
+                    before()  # all rows are aligned before the first request is sent
                 found = await engine.prompt_logprobs(shown.token_ids.tolist(), self._top_k)
             except (DataError, RefusedRequestError) as error:
                 log.warning("a row of %d tokens has no scores: %s", len(row.token_ids), error)

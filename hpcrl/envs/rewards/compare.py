@@ -32,10 +32,13 @@ def main(seconds: float) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     logging.disable()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for one in (signal.SIGPROF, signal.SIGPIPE):  # the latter: who asks was killed
+        signal.signal(one, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     print(file=answers, flush=True)
     for line in sys.stdin:
+        if not line.endswith("\n"):  # who asks was killed
+            return
         signal.setitimer(signal.ITIMER_PROF, seconds)
         answer = json.dumps(same(*json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0)

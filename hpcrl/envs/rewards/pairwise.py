@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.rewards.response import GroupSample
 from hpcrl.envs.rewards.rubric import whole_answer
-from hpcrl.envs.tools.judge import JudgeModel, as_text, at_once, rubric_of
+from hpcrl.envs.tools.judge import JudgeModel, NoVerdict, as_text, at_once, rubric_of
 
 _NAME = "pairwise_judge"
 _INSTRUCTIONS = """\
@@ -25,33 +26,37 @@ _VERDICT = re.compile(r"[\s*_`\"']*(1|2|same)[\s.*_`\"']*", re.IGNORECASE)
 _FIRST = {"1": 1.0, "2": 0.0, "same": 0.5}
 
 
-def pairwise_judge(group: Sequence[GroupSample], environment: EnvironmentConfig) -> list[float]:
+def pairwise_judge(group: Sequence[GroupSample], environment: EnvironmentConfig) -> list[float | NoVerdict]:
     """Return the share of comparisons with others of its group that each sample wins by a judge model, a draw counting half.
 
     Each sample is shown first in comparisons with the next `comparisons` samples, and second as often, so that a judge that prefers a
-    place prefers no sample. A group of n samples takes n × comparisons requests, at most n × (n - 1).
+    place prefers no sample. A group of n samples takes n × comparisons requests, at most n × (n - 1). A comparison without a verdict is
+    left out; a sample that has no other has the error in its place.
 
     Formula:
-        wins / comparisons, a draw is half a win
+        wins / comparisons with a verdict, a draw is half a win
     Use:
         no ground truth, and answers that a judge compares better than it grades them
     Raises:
         ConfigError: no judge is named, or no key for OpenAI's own server.
         DataError: as of `rubric_of`.
-        ServiceError: the judge does not answer, or without a verdict.
+        ServiceError: the judge does not answer.
     """
     judge = JudgeModel(_NAME, environment.skyrl_gym.llm_as_a_judge, environment.custom)
     n, asked = len(group), environment.skyrl_gym.llm_as_a_judge.comparisons
     pairs = [(at, (at + step) % n) for step in range(1, min(asked, n - 1) + 1) for at in range(n)]
     if not pairs:
-        return [0.5] * n
+        return list[float | NoVerdict]([0.5] * n)
     rubric = _rubric(group[0], environment.custom)
     won = at_once(lambda pair: _first_wins(judge, rubric, group[pair[0]], group[pair[1]]), pairs)
-    wins = [0.0] * n
+    shares, failed = [list[float]() for _ in group], dict[int, NoVerdict]()
     for (first, second), share in zip(pairs, won, strict=True):
-        wins[first] += share
-        wins[second] += 1.0 - share
-    return [win * n / (2 * len(pairs)) for win in wins]
+        if isinstance(share, NoVerdict):
+            failed |= {first: share, second: share}
+        else:
+            shares[first].append(share)
+            shares[second].append(1.0 - share)
+    return [fmean(own) if own else failed[at] for at, own in enumerate(shares)]
 
 
 def _rubric(sample: GroupSample, custom: Mapping[str, Any]) -> str:

@@ -118,15 +118,8 @@ def grade_of(judge: JudgeModel, answer: Graded) -> float:
 
 def _grades(judge: JudgeModel, answers: Sequence[Graded]) -> list[float | NoVerdict]:
     """Return the grade of each answer, or the error where the judge's answer has none; further errors as of `JudgeModel.ask`."""
-
-    def ask(words: tuple[str, str]) -> float | NoVerdict:
-        try:
-            return judge.ask(*words, _grade, _EXPECTED)
-        except NoVerdict as error:
-            return error
-
     asked = [answer.questions() for answer in answers]
-    found = at_once(ask, [words for each in asked for words in each])
+    found = at_once(lambda words: judge.ask(*words, _grade, _EXPECTED), [words for each in asked for words in each])
     ends = pairwise([0, *accumulate(map(len, asked))])
     grades = list[float | NoVerdict]()
     for answer, (start, end) in zip(answers, ends, strict=True):

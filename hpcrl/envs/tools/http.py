@@ -68,16 +68,24 @@ class ToolService:
         timeout_s: seconds that one try may take, its whole answer included.
         patience_s: seconds in which further tries begin, the waits between them growing to 8 s; 0: one try.
         token: sent as `Authorization: Bearer` to a `url`; no error repeats it.
+        unwanted: returns whether nobody waits for answers any more; then no try begins.
 
     Raises:
         ConfigError: the address is none.
     """
 
     def __init__(
-        self, name: str, url: str | Peer, timeout_s: float, patience_s: float, token: str | None = None
+        self,
+        name: str,
+        url: str | Peer,
+        timeout_s: float,
+        patience_s: float,
+        token: str | None = None,
+        unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._peer = Fixed(url, token) if isinstance(url, str) else url
         self._name, self._timeout_s, self._patience_s, self._token = name, timeout_s, patience_s, token
+        self._unwanted = unwanted
         self._who = name if (address := self._peer.address()) is None else self._named(self._parsed(address))
 
     def _parsed(self, url: str) -> httpx.URL:
@@ -101,11 +109,13 @@ class ToolService:
 
         Raises:
             Gone: the answer is 410: what is asked for was there, and is not any more.
-            ServiceError: there was no answer within the patience, or one that cannot be used.
+            ServiceError: there was no answer within the patience, or one that cannot be used, or nobody waits for it any more.
         """
         started, wait, tries = time.monotonic(), _FIRST_WAIT_S, 0
         while True:
             tries += 1
+            if self._unwanted():
+                raise ServiceError(f"{self._who}: not asked, nobody waits for its answer any more")
             try:
                 return self._read(self._try(body), again or _may_pass)
             except _NotYet as problem:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hpcrl.config.sections.environment import LLMJudgeConfig
-from hpcrl.envs.base import Messages
+from hpcrl.envs.base import GIVEN_UP, Messages
 from hpcrl.envs.tools.columns import lacking
 from hpcrl.envs.tools.http import ToolService
 from hpcrl.errors import ConfigError, ServiceError
@@ -79,13 +79,23 @@ class JudgeModel:
             )
         name = "judge (environment.skyrl_gym.llm_as_a_judge.base_url)"
         url = f"{(self._base_url or _OPENAI).rstrip('/')}/chat/completions"
-        return ToolService(name, url, TIMEOUT_S, PATIENCE_S, key)
+        return ToolService(name, url, TIMEOUT_S, PATIENCE_S, key, GIVEN_UP.get())
 
 
-def at_once(ask: Callable[[S], T], each: Iterable[S]) -> list[T]:
-    """Return what the judge answers about each of several things, of which at most 8 are asked at once; errors are those of `ask`."""
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return list(threads.map(ask, each))
+def at_once(ask: Callable[[S], T], each: Iterable[S]) -> list[T | NoVerdict]:
+    """Return what the judge answers about each of several things, of which at most 8 are asked at once; the error where an answer has no verdict.
+
+    Further errors are those of `ask`, and end the others; none is asked about once the call of the reward has been given up.
+    """
+
+    def asked(one: S) -> T | NoVerdict:
+        try:
+            return ask(one)
+        except NoVerdict as error:
+            return error
+
+    with ThreadPoolExecutor(_AT_ONCE, initializer=GIVEN_UP.set, initargs=(GIVEN_UP.get(),)) as threads:
+        return list(threads.map(asked, each))
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,14 @@ def aligned_scores(
         passes: the teacher's forward passes.
         limits: of micro-batches, which are cut again, as rows have other lengths in the teacher's tokens.
         data: the ranks that samples were assigned to; samples stay where they are.
-        before: called before each forward pass.
+        before: called before each forward pass, and whenever a row is aligned.
     """
-    rows = [_aligned(aligner, samples, at) for at in range(len(samples.refs))]
+    rows = list[tuple[Row, Spans | None]]()
 
     def own() -> list[list[int]]:
+        for at in range(len(samples.refs)):
+            rows.append(_aligned(aligner, samples, at))
+            before()
         return [[ref.group, ref.index, len(row.token_ids)] for ref, (row, _) in zip(samples.refs, rows, strict=True)]
 
     plan = plan_shares([[RowRef(*ref) for ref in share] for share in data.all_gather(own)], limits)

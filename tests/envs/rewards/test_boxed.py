@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -155,3 +156,19 @@ def test_a_comparison_that_cannot_start_is_an_error_and_not_a_wrong_answer(monke
     monkeypatch.setattr(boxed, "_COMPARERS", boxed._Comparers())
     with pytest.raises(HpcrlError, match="is math-verify whole"):
         value(r"\boxed{7}", "7")
+
+
+@pytest.mark.parametrize("asked", ['["7", "7"]\n', '["7", "'], ids=["whole", "half a question"])
+def test_one_whose_asker_was_killed_ends_quietly(asked: str) -> None:
+    """The answer has no reader any more."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "hpcrl.envs.rewards.compare", "60"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        assert process.stdout.readline() == "\n"
+        process.stdout.close()
+        process.stdin.write(asked)
+        process.stdin.close()
+        assert process.stderr.read() == ""

@@ -75,8 +75,28 @@ def test_the_last_verdict_counts(verdict: str, first: float) -> None:
 @pytest.mark.parametrize(
     "said", ["", "The first.", "Better: 3", "Better: both", "Better: 1 or 2", "Better: 1\nBetter: it depends"]
 )
-def test_an_answer_without_a_verdict_is_an_error(said: str) -> None:
-    with serving(lambda _: (200, chat(said))) as server, pytest.raises(ServiceError, match="ends with `Better: 1`"):
+def test_a_sample_without_any_verdict_is_an_error(said: str) -> None:
+    with serving(lambda _: (200, chat(said))) as server:
+        found = pairwise_judge(group("a", "b"), environment(server.url))
+    assert all(isinstance(one, ServiceError) and "ends with `Better: 1`" in str(one) for one in found)
+    assert len(found) == 2
+
+
+def test_a_comparison_without_a_verdict_is_left_out() -> None:
+    """5 is never compared: it costs itself alone. Between 1 and 3 one of two verdicts is missing."""
+
+    def judge(request: Asked) -> tuple[int, Any]:
+        shown = ANSWERS.findall(request.json["messages"][1]["content"])
+        return (200, chat("I cannot say.")) if "5" in shown or shown == ["1", "3"] else larger(request)
+
+    with serving(judge) as server:
+        first, second, third, fourth = pairwise_judge(group("3", "1", "5", "2"), environment(server.url, comparisons=3))
+    assert [first, second, fourth] == [1.0, 0.0, 0.5]
+    assert isinstance(third, ServiceError)
+
+
+def test_a_judge_that_does_not_answer_costs_the_group() -> None:
+    with serving(lambda _: (400, {})) as server, pytest.raises(ServiceError, match="it answered 400"):
         pairwise_judge(group("a", "b"), environment(server.url))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hpcrl.envs.rewards.grouped import WeightedGroupRewards
 from hpcrl.envs.rewards.response import GroupSample, Response
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, ServiceError
+from hpcrl.rollout.threads import CallThreads
 from tests.envs.server import Asked, serving
 from tests.envs.tasks.test_llm_judge import chat
 
@@ -91,3 +94,39 @@ def test_an_answer_without_a_grade_costs_one_sample_of_its_group() -> None:
 def test_a_rubric_without_points_names_the_reward() -> None:
     with pytest.raises(DataError, match=r"reward 'rubric_judge': .*with a weight above 0"):
         WeightedRewards("", {"rubric_judge": 1.0}, environment("http://x", rubric=[3]))(Response(text="4"))
+
+
+@pytest.mark.parametrize("status", [200, 503])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nothing_more_is_asked_for_a_group_that_was_given_up(cancelled: bool, status: int) -> None:
+    """Neither about the samples that wait for their turn, nor again about those of which the judge was asked."""
+    group = [GroupSample(text=str(number), reward=1.0, messages=PROMPT) for number in range(12)]
+    go, over = threading.Event(), threading.Event()
+
+    def judge(_asked: Asked) -> tuple[int, Any]:
+        go.wait()
+        return status, chat("Final grade: 1")
+
+    with serving(judge) as server:
+        rewards = WeightedGroupRewards({"rubric_judge": 1.0}, environment(server.url, rubric="Polite?"))
+
+        def graded() -> None:
+            try:
+                rewards(group)
+            finally:
+                over.set()
+
+        async def main() -> None:
+            threads = CallThreads(1, 300.0)
+            call = threads.call(graded)
+            while len(server.asked) < 8:
+                await asyncio.sleep(0.01)
+            if cancelled:
+                call.known.cancel()  # as by the task that awaits it
+            else:
+                threads.give_up(call, lambda: None)
+            go.set()
+            assert await asyncio.to_thread(over.wait, 60)
+
+        asyncio.run(main())
+    assert len(server.asked) == 8

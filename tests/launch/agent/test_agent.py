@@ -23,6 +23,7 @@ from hpcrl.rundir.ledger import Outcome, open_attempt, read_attempts, read_outco
 from hpcrl.rundir.process_names import JOBS
 from hpcrl.runtime.process_status import StatusWriter, read_process_status, read_process_statuses
 from hpcrl.runtime.signals import ask_to_stop
+from tests.launch.agent.test_pool import end_agent
 from tests.paths import QUICKSTART, ROOT
 
 AGENT = """
@@ -68,7 +69,7 @@ def supervise(run: Run, node: int = 0) -> Outcome:
         try:
             said, _ = agent.communicate(timeout=120)
         finally:
-            agent.kill()
+            end_agent(agent)
     outcome = read_outcome(run)
     assert outcome is not None, said
     return outcome
@@ -347,10 +348,14 @@ def test_a_cancelled_attempt_is_not_interrupted_after_all(tmp_path: Path) -> Non
     run = make_run(tmp_path)
     config, context = Config.from_toml([run.config]), NodeContext(0, ["here", "there", "there"], "local-1", 0, True)
     agent = NodeAgent(run, config, context, read_attempts(run)[-1], [])
-    for reason in ("interrupted", "cancelled", "interrupted"):
-        write_json(run.stop, {"attempt": 1, "reason": reason})
-        agent._look_for_stop()
-    agent._report_stop("saved and stopped")
+    try:
+        for reason in ("interrupted", "cancelled", "interrupted"):
+            write_json(run.stop, {"attempt": 1, "reason": reason})
+            agent._look_for_stop()
+        agent._report_stop("saved and stopped")
+    finally:
+        agent._end()
+    assert not agent._processes.heartbeats.parent.exists(), "its directory"
     assert (outcome := read_outcome(run))
     assert outcome.kind == "cancelled"
 

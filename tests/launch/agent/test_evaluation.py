@@ -30,7 +30,7 @@ from hpcrl.rundir.evaluations import note_generated
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
 from jobs.evaluation import WaitingVersions
-from tests.launch.agent.test_pool import GANG, POOL, gone, wait_for
+from tests.launch.agent.test_pool import GANG, POOL, end_agent, gone, wait_for
 from tests.paths import QUICKSTART
 
 JOB = "12"
@@ -68,7 +68,7 @@ def element(run: Run) -> Iterator[subprocess.Popen[bytes]]:
         try:
             yield process
         finally:
-            process.kill()
+            end_agent(process)
 
 
 def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path) -> None:

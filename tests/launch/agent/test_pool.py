@@ -61,6 +61,15 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) ->
         time.sleep(0.05)
 
 
+def end_agent(process: subprocess.Popen[bytes]) -> None:
+    """End an agent if it runs; one that is killed leaves its directory."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
 @contextmanager
 def element(run: Run, worker: str = f"rollout-{REPLICA}", trouble_s: float = 60.0) -> Iterator[subprocess.Popen[bytes]]:
     environment = os.environ | {
@@ -81,11 +90,7 @@ def element(run: Run, worker: str = f"rollout-{REPLICA}", trouble_s: float = 60.
         try:
             yield process
         finally:
-            process.terminate()  # an agent that is killed leaves its directory
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            end_agent(process)
 
 
 def serving(run: Run, attempt: int) -> int:

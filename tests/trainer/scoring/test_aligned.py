@@ -90,7 +90,9 @@ def test_two_ranks_find_what_one_does(backend: str, teacher: Path, tmp_path: Pat
 def test_the_teacher_reads_texts_in_its_own_tokens(tokens: str, teacher: Path, tmp_path: Path, alone: World) -> None:
     run, config, batch = unlike(tmp_path / "run", teacher, tokens)
     assert not list(check_teacher_tokens(config))
-    found = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    beats = list[int]()
+    found = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: beats.append(1))
+    assert len(beats) > sum(map(len, found.values())), "also whenever a row is aligned, and not only in forward passes"
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     aligner, merged = aligner_of(Pretrained(str(MODEL)), Pretrained(str(teacher)), ChatTemplateConfig()), 0
     for meta in batch.groups:

@@ -90,7 +90,9 @@ def test_an_engine_reads_samples_in_its_own_tokens(awake: Server, models: list[P
     expected = of_ranks(run, config, batch)
     aligner = fitting_teacher(config, scorer_sets(config)[0])
     assert aligner is not None
-    found = EngineTeacher(run, awake, 0, aligner).scores(batch.groups, lambda: None)
+    beats = list[int]()
+    found = EngineTeacher(run, awake, 0, aligner).scores(batch.groups, lambda: beats.append(1))
+    assert len(beats) == 2 * 9, "each row is aligned, and scored"
     assert found.keys() == expected.keys()
     longer = 0
     for meta in batch.groups:
