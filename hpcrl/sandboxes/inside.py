@@ -77,6 +77,9 @@ _SET_INTERFACE, _UP = 0x8914, 0x41
 _DEVICES = "null", "zero", "full", "random", "urandom", "tty"
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _OWN = namespaces.NO_SUID | namespaces.NO_DEVICES
+# terminals are counted for the node, and what inotify has for its user: one sandbox could take those of all others
+_MOST_TERMINALS = 64
+_MOST_OF_USER = {"max_inotify_instances": 16, "max_inotify_watches": 1 << 16}
 
 _libc = CDLL(None, use_errno=True)
 Message = Mapping[str, Any]
@@ -219,6 +222,9 @@ def _enter(settings: Message) -> None:
     namespaces.mount(None, "root/dev", None, namespaces.REMOUNT | namespaces.BIND | namespaces.READ_ONLY | _OWN)
     namespaces.mount("shm", "root/dev/shm", None, namespaces.BIND)
     namespaces.mount("proc", "root/proc", "proc", _OWN | namespaces.NO_PROGRAMS)
+    for name, most in _MOST_OF_USER.items():
+        with open(f"root/proc/sys/user/{name}", "w") as file:
+            file.write(str(most))
     namespaces.change_root("root")
     if not settings["network"]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -237,7 +243,7 @@ def _make_devices() -> None:
         namespaces.mount(f"/dev/{name}", f"dev/{name}", None, namespaces.BIND)
     for name in ("pts", "shm"):
         os.mkdir(f"dev/{name}")
-    options = "newinstance,ptmxmode=0666,mode=0620"
+    options = f"newinstance,ptmxmode=0666,mode=0620,max={_MOST_TERMINALS}"
     namespaces.mount("devpts", "dev/pts", "devpts", namespaces.NO_SUID | namespaces.NO_PROGRAMS, options)
     for name, target in _LINKS.items():
         os.symlink(target, f"dev/{name}")

@@ -108,6 +108,7 @@ REFUSED = {
     "input of a terminal": "import fcntl; fcntl.ioctl(os.openpty()[1], 0x5412, b'x')",
     "more processes": "call('setrlimit', 6, (ctypes.c_uint64 * 2)(9999, 9999))",
     "core pattern": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
+    "more of inotify": "open('/proc/sys/user/max_inotify_instances', 'w').write('128')",
     "sysrq": "open('/proc/sysrq-trigger', 'w').write('b')",
     "memory of the first": "open('/proc/1/mem', 'rb')",
     "environment of the first": "open('/proc/1/environ', 'rb').read()",
@@ -216,6 +217,22 @@ def test_a_full_disk(start: Start) -> None:
     })  # fmt: skip
     full = ("OSError(27", "OSError(28", "OSError(12")  # EFBIG, ENOSPC
     assert all(came.startswith(full) for came in found.values()), found
+
+
+def test_what_the_kernel_counts_for_a_user_is_left_for_other_sandboxes(start: Start) -> None:
+    """One program took all terminals of the node, and all that its user may have of inotify."""
+    most = """
+import ctypes, itertools, os
+libc = ctypes.CDLL(None)
+print(next(n for n in itertools.count() if libc.inotify_init1(0) < 0))
+try:
+    for n in range(1000): os.openpty()
+except OSError:
+    pass
+print(n)
+"""
+    ran = python(start(), most)
+    assert (ran.stdout.split(), ran.stderr) == ([b"16", b"64"], b"")
 
 
 def test_reads_and_writes_follow_no_link_outside(start: Start, user: Path) -> None:
