@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from hpcrl.sandboxes.node import MOST_REQUESTS, NodeFull, NodeSandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
 from tests.paths import ROOT
 from tests.processes import command_of, parent_of, send
-from tests.sandboxes.material import PATIENCE_S, Client, count_processes
+from tests.sandboxes.material import PATIENCE_S, TOKEN, Client, count_processes
 
 
 def test_a_sandbox_from_its_start_to_its_end(serving: Callable[..., Any]) -> None:
@@ -113,6 +114,41 @@ def test_a_sandbox_whose_client_is_gone_ends(serving: Callable[..., Any]) -> Non
             assert gone.ask("/renew").status_code == 401
             assert running.ask("/renew").status_code == 200, "one with a program at work goes on"
         eventually(lambda: node.ask("/health", "GET").json()["running"] == 0)  # first its program, then the lease
+
+
+def test_a_start_whose_client_is_gone_takes_no_place(
+    serving: Callable[..., Any], store: ImageStore, user: Path
+) -> None:
+    """An image is unpacked for minutes. What began then had its place until the end of its lease."""
+    with serving(most=1) as node:
+        (place,) = (user / "temporary").glob("hpcrl-sandboxes-*")
+        with (place / f"{store.find('tiny').digest}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another one unpacks the image
+            url = httpx.URL(node._url)
+            with socket.create_connection((url.host, url.port)) as connection:
+                body = b'{"image": "tiny"}'
+                head = f"POST /start HTTP/1.1\r\nhost: node\r\nauthorization: Bearer {TOKEN}\r\ncontent-length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + body)
+                eventually(lambda: node.ask("/health", "GET").json()["running"] == 1)
+        eventually(lambda: node.ask("/health", "GET").json()["running"] == 0)
+        assert node.start().run("echo on")[1] == "on\n"
+
+
+def test_what_a_filesystem_refuses_is_named(serving: Callable[..., Any], user: Path) -> None:
+    with serving() as node:
+        (place,) = (user / "temporary").glob("hpcrl-sandboxes-*")
+        one = node.start()
+        one.run("echo x > /file")
+        (user / "snapshots" / "blocks").mkdir(parents=True, exist_ok=True)
+        for ask, directory in (
+            (lambda: node.ask("/start", image="tiny"), place),
+            (lambda: one.ask("/snapshot"), user / "snapshots" / "blocks"),
+        ):
+            directory.chmod(0o500)
+            answer = ask()
+            directory.chmod(0o700)
+            assert (answer.status_code, "Permission denied" in answer.json()["error"]) == (500, True), answer.text
+            assert ask().status_code == 200
 
 
 def test_a_program_ends_with_its_client(serving: Callable[..., Any]) -> None:
