@@ -245,6 +245,31 @@ def test_each_snapshot_stores_what_has_changed(start: Start, kept: Path) -> None
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
+class SlowStore(SnapshotStore):
+    """A store that writes nothing before the programs of a sandbox go on."""
+
+    sandbox: Sandbox
+
+    def _stage(self, name: str, stage: str, block: bytes) -> bool:
+        assert shell(self.sandbox, "echo on").stdout == b"on\n"
+        return super()._stage(name, stage, block)
+
+
+def test_programs_do_not_wait_for_the_filesystem_of_snapshots(
+    start: Start, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were killed then, and the snapshot was refused as if they had hindered it: a reward of 0."""
+    monkeypatch.setattr("hpcrl.sandboxes.sandbox._TRANSFER_S", 10.0)
+    for name in ("SMALLEST", "LARGEST"):
+        monkeypatch.setattr(snapshots, name, 64 << 10)
+    store = SlowStore(kept)
+    store.sandbox = one = start()
+    one.write("/file", os.urandom(9 * (64 << 10)))
+    digest = store.put(one)
+    assert len(list((kept / "blocks").iterdir())) > 9
+    assert (kept / f"{digest}.blocks").is_file()
+
+
 def test_a_collector_that_is_killed_takes_nothing_along(
     start: Start, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
