@@ -99,7 +99,8 @@ class NodeSandboxes:
         self.most, self.lease_s, self._limits, self._network = most, lease_s, limits or SandboxLimits(), network
         self._fuse_overlayfs = fuse_overlayfs
         self._images, self._snapshots, self._scratch = images, snapshots, Scratch("sandboxes")
-        self._held, self._starting, self._closed = dict[bytes, Leased](), list[str](), False
+        self._held, self._closed = dict[bytes, Leased](), False
+        self._starting = dict[bytes, str]()  # the images of those that start; empty: not known yet
         # clients were not heard while this process stood still
         self._lock, self._clock = threading.Condition(), SuspendAwareClock(_LONGEST_STILL_S)
 
@@ -124,30 +125,28 @@ class NodeSandboxes:
             raise DataError(f"sandboxes of image {name!r} have no network; those that may: {allowed}")
         client = client or Client()
         self._end_where(lambda one: client.replaces(one.client))
-        self._expect_room()
-        image = self._images.find(name)
+        digest = _digest(key := secrets.token_urlsafe(32))
         with self._lock:
-            self._expect_room()
-            self._starting.append(image.digest)
+            if self._closed or self.running >= self.most:
+                raise NodeFull(
+                    f"this node has {self.running} sandboxes of at most {self.most}; ask another node, or again when one has ended"
+                )
+            self._starting[digest] = ""
         try:
+            image = self._images.find(name)
+            with self._lock:
+                self._starting[digest] = image.digest
             sandbox = self._start(image, network, snapshot)
-            key = secrets.token_urlsafe(32)
             with self._lock:
                 if not self._closed:
-                    self._held[_digest(key)] = Leased(sandbox, image.digest, client, self._lease_end(), snapshot or "")
+                    self._held[digest] = Leased(sandbox, image.digest, client, self._lease_end(), snapshot or "")
                     return key
             sandbox.end()
             raise NodeFull(_ENDS)
         finally:
             with self._lock:
-                self._starting.remove(image.digest)
+                del self._starting[digest]
                 self._lock.notify_all()
-
-    def _expect_room(self) -> None:
-        if self._closed or self.running >= self.most:
-            raise NodeFull(
-                f"this node has {self.running} sandboxes of at most {self.most}; ask another node, or again when one has ended"
-            )
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -182,7 +181,7 @@ class NodeSandboxes:
                 if error.errno not in _NO_ROOM:
                     raise
                 with self._lock:  # a start that begins later unpacks its image again
-                    used = {*self._starting, *(one.image for one in self._held.values())}
+                    used = {*self._starting.values(), *(one.image for one in self._held.values())}
                     unused = self._images.set_aside(self._scratch.path, used)
                 if not unused:
                     raise
