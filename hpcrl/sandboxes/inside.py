@@ -80,6 +80,9 @@ _OWN = namespaces.NO_SUID | namespaces.NO_DEVICES
 # terminals are counted for the node, and what inotify has for its user: one sandbox could take those of all others
 _MOST_TERMINALS = 64
 _MOST_OF_USER = {"max_inotify_instances": 16, "max_inotify_watches": 1 << 16}
+# what the buffers of sockets have is memory of no process; sizes in bytes: least, at first, most
+_MOST_SOCKETS = 4096
+_OF_TCP = {"tcp_rmem": "4096 131072 212992", "tcp_wmem": "4096 16384 212992"}
 
 _libc = CDLL(None, use_errno=True)
 Message = Mapping[str, Any]
@@ -223,8 +226,9 @@ def _enter(settings: Message) -> None:
     namespaces.mount("shm", "root/dev/shm", None, namespaces.BIND)
     namespaces.mount("proc", "root/proc", "proc", _OWN | namespaces.NO_PROGRAMS)
     for name, most in _MOST_OF_USER.items():
-        with open(f"root/proc/sys/user/{name}", "w") as file:
-            file.write(str(most))
+        _write_text(f"root/proc/sys/user/{name}", str(most))
+    for name, sizes in () if settings["network"] else _OF_TCP.items():
+        _write_text(f"root/proc/sys/net/ipv4/{name}", sizes)
     namespaces.change_root("root")
     if not settings["network"]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -235,6 +239,11 @@ def _enter(settings: Message) -> None:
     namespaces.drop_capabilities(but=_READ_ALL)
     _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # nothing of /proc/1 is for the programs of the sandbox
+
+
+def _write_text(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def _make_devices() -> None:
@@ -272,7 +281,9 @@ class _First:
                 os.read(wake, _PIECE)
             if seconds is not None and time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
-                if (used := _memory_used(self._proc, self._layers)) > self._settings["memory"]:
+                used = _memory_used(self._proc, self._layers)
+                many = not self._settings["network"] and _sockets_used(self._proc) > _MOST_SOCKETS
+                if many or used > self._settings["memory"]:
                     send(self._owner, {"memory": used})
                     self._kill_all()
             if self._owner in ready:
@@ -380,6 +391,12 @@ def _memory_used(proc: int, layers: int | None) -> int:
         with suppress(OSError), open(os.open(f"{name}/status", os.O_RDONLY, dir_fd=proc), "rb") as file:
             used += _memory_of(file.read()) if name != "1" else 0  # in bytes: a name need not be text
     return used
+
+
+def _sockets_used(proc: int) -> int:
+    """Return how many sockets there are, in whose buffers programs could keep memory that counts for no process."""
+    with open(os.open("1/net/sockstat", os.O_RDONLY, dir_fd=proc), "rb") as file:
+        return int(file.readline().split()[2])
 
 
 def _memory_of(status: bytes) -> int:

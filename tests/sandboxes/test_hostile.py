@@ -205,6 +205,26 @@ time.sleep(600)
     assert one.run(["sleep", "0"], PATIENCE_S).ended == ""
 
 
+def test_memory_in_the_buffers_of_sockets(start: Start) -> None:
+    """It counts for no process: programs of a sandbox could keep gigabytes there."""
+    hoard = """
+import os, socket, time
+def size(one): return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+first = socket.socket(socket.AF_UNIX)
+before = size(first)
+first.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * before)
+first.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+print(size(first) == before, first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), flush=True)
+for _ in range(2): os.fork()
+kept = [socket.socketpair() for _ in range(1000)]
+time.sleep(600)
+"""
+    one = start()
+    ran = python(one, hoard)
+    assert (ran.ended, ran.stdout, ran.stderr) == ("memory", b"True 1\n", b"")
+    assert one.run(["sleep", "0"], PATIENCE_S).ended == ""
+
+
 @both_kinds
 def test_a_full_disk(start: Start) -> None:
     one = start(SandboxLimits(disk=4 << 20, files=100))

@@ -89,6 +89,7 @@ _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ,
 _PRCTL = (15, 16, 0x53564D41)  # the name of a thread, the name of memory
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10  # others, such as AF_VSOCK, are not of the namespace
 _NEW_NAMESPACES = 0x7E020000
+_SOCKET, _BUFFERS = 1, (7, 8)  # SOL_SOCKET, SO_SNDBUF and SO_RCVBUF: what they have is memory of no process
 _INPUT_OF_TERMINAL = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _NEWEST = 424  # from here on machines have the same numbers, and programs do without a call that is not there
 
@@ -123,7 +124,8 @@ def refuse_all_others(*, attributes: bool) -> None:
 def refuse_dangerous() -> None:
     """Let this process, and what it starts, make the system calls of ordinary programs only, for good; no_new_privs must be set.
 
-    Refused are other namespaces, mounts, tracing, keys, memory without a name, and sockets of families that namespaces do not separate.
+    Refused are other namespaces, mounts, tracing, keys, memory without a name, and sockets of families that namespaces do not separate. The
+    buffers of sockets keep the size that they begin with.
 
     Raises:
         OSError: the kernel takes no filter.
@@ -136,7 +138,18 @@ def refuse_dangerous() -> None:
         number["socket"]: _one_of(0, (_AF_UNIX, _AF_INET, _AF_INET6)),
         number["socketpair"]: _one_of(0, [_AF_UNIX]),
     }
-    lines = _allowed(_numbers(_FREE + _OF_FILES + _OF_PROGRAMS, column), checks)
+    free = _numbers(_FREE + _OF_FILES + _OF_PROGRAMS, column)
+    checks[free.pop("setsockopt")] = [
+        (_LOAD, 0, 0, _low(1)),
+        (_EQUAL, 1, 0, _SOCKET),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _low(2)),
+        (_EQUAL, 1, 0, _BUFFERS[0]),
+        (_EQUAL, 0, 1, _BUFFERS[1]),
+        (_RETURN, 0, 0, _DO_NOTHING),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    lines = _allowed(free, checks)
     for each in _numbers(_OWNERS, column).values():
         lines += [(_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DO_NOTHING)]
     _install([*lines, (_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _NOT_THERE), (_RETURN, 0, 0, _REFUSE)])
