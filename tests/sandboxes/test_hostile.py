@@ -93,6 +93,7 @@ REFUSED = {
     "io_uring": "call('syscall', 425, 1, 0)",
     "userfaultfd": "call('syscall', 323 if os.uname().machine == 'x86_64' else 282, 0)",
     "memory without a name": "os.memfd_create('x')",
+    "memory in a pipe": "call('syscall', 278 if os.uname().machine == 'x86_64' else 75, os.pipe()[1], None, 0, 0)",
     "descriptor of another": "call('syscall', 438, os.pidfd_open(1), 0, 0)",
     "file by handle": "call('open_by_handle_at', -100, None, 0)",
     "device": "os.mknod('/tmp/sda', 0o60666, os.makedev(8, 0))",

@@ -57,7 +57,7 @@ _OF_PROGRAMS = """
     timerfd_gettime:287:87 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
     timer_delete:226:111 inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27 inotify_rm_watch:255:28 epoll_pwait2:441:441
     openat2:437:437 mknod:133:- mknodat:259:33 sync:162:81 syncfs:306:267 sync_file_range:277:84 readahead:187:213 splice:275:76
-    tee:276:77 vmsplice:278:75 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10
+    tee:276:77 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10
     listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14 lremovexattr:198:15 fremovexattr:199:16 mlock:149:228
     munlock:150:229 mlock2:325:284 pkey_mprotect:329:288 pkey_alloc:330:289 pkey_free:331:290 get_mempolicy:239:236
 """
@@ -124,8 +124,8 @@ def refuse_all_others(*, attributes: bool) -> None:
 def refuse_dangerous() -> None:
     """Let this process, and what it starts, make the system calls of ordinary programs only, for good; no_new_privs must be set.
 
-    Refused are other namespaces, mounts, tracing, keys, memory without a name, and sockets of families that namespaces do not separate. The
-    buffers of sockets keep the size that they begin with.
+    Refused are other namespaces, mounts, tracing, keys, memory without a name or in a pipe (vmsplice), and sockets of families that namespaces
+    do not separate. The buffers of sockets keep the size that they begin with.
 
     Raises:
         OSError: the kernel takes no filter.
