@@ -400,7 +400,8 @@ def _sockets_used(proc: int) -> int:
 
 
 def _memory_of(status: bytes) -> int:
-    lines = (line.split() for line in status.splitlines() if line.startswith((b"RssAnon", b"RssShmem")))
+    # tables of pages too: a large map that is only read has nothing else
+    lines = (line.split() for line in status.splitlines() if line.startswith((b"RssAnon", b"RssShmem", b"VmPTE")))
     return sum(int(line[1]) for line in lines) << 10
 
 

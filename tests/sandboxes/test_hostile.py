@@ -226,6 +226,17 @@ time.sleep(600)
     assert one.run(["sleep", "0"], PATIENCE_S).ended == ""
 
 
+def test_memory_of_the_tables_of_pages(start: Start) -> None:
+    one = start(SandboxLimits(memory=64 << 20))
+    touch = """
+import mmap, time
+kept = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+for at in range(0, len(kept), 2 << 20): kept[at]
+time.sleep(600)
+"""
+    assert python(one, touch).ended == "memory"
+
+
 @both_kinds
 def test_a_full_disk(start: Start) -> None:
     one = start(SandboxLimits(disk=4 << 20, files=100))
