@@ -13,7 +13,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, SandboxError, ServiceError
@@ -30,8 +29,6 @@ from hpcrl.sandboxes.probe import expect_sandboxes
 from hpcrl.sandboxes.sandbox import NoSandboxes, limits_of
 from hpcrl.sandboxes.server import serve_sandboxes
 from hpcrl.sandboxes.snapshots import SnapshotStore
-
-_LOOK_S = 0.2
 
 
 def main(path: str) -> None:
@@ -58,15 +55,19 @@ def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWri
     host, port = listener.getsockname()[:2]
     proof = Signed(read_token(run), of_process(run.name, name), attempt)
 
+    async def renew() -> None:
+        while True:
+            facts = {"url": f"http://{host}:{port}", "sandboxes": node.running, "most": node.most}
+            # beside requests: a filesystem that stands still would keep them waiting until leases are over
+            await asyncio.to_thread(status.write, SERVING, **facts)
+            await asyncio.sleep(RENEW_S)
+
     async def until_stopped() -> None:
         asked = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
-        told = float("-inf")
-        while not asked.is_set():
-            if time.monotonic() - told >= RENEW_S:
-                status.write(SERVING, url=f"http://{host}:{port}", sandboxes=node.running, most=node.most)
-                told = time.monotonic()
-            await asyncio.sleep(_LOOK_S)
+        renewing = asyncio.create_task(renew())
+        await asked.wait()
+        renewing.cancel()
 
     asyncio.run(serve_sandboxes(node, proof, listener, until_stopped()))
 

@@ -56,6 +56,7 @@ class Scratch:
             self._lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
             os.write(self._lock, socket.gethostname().encode())
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._kept = _keep(made)
             self.path = made.rename(parent / made.name.removeprefix("."))
         except OSError as error:
             raise RunError(f"no directory of its own for a process on this node: {error}; set TMPDIR to one") from error
@@ -67,6 +68,7 @@ class Scratch:
     def remove(self) -> None:
         _discard(self.path)
         os.close(self._lock)
+        os.close(self._kept)
 
 
 def note_shared_memory(directory: Path, names: Iterable[str]) -> None:
@@ -124,7 +126,7 @@ class SharedScratch:
                 pass
         except OSError as error:
             raise RunError(f"{self.path} cannot be used: {error.strerror}; choose another directory") from error
-        self._lock = lock
+        self._lock, self._kept = lock, _keep(self.path)
 
     def _joined(self) -> int | None:
         """Return the lock, shared with the others; None where the last of them has just removed the directory."""
@@ -149,6 +151,15 @@ class SharedScratch:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _discard(self.path)
         os.close(self._lock)
+        os.close(self._kept)
+
+
+def _keep(directory: Path) -> int:
+    """Return a lock on a directory, of which systemd-tmpfiles then removes nothing that is old (man tmpfiles.d); not every filesystem has it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 def _is_others(directory: Path) -> bool:

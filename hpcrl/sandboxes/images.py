@@ -6,10 +6,11 @@ import fcntl
 import io
 import os
 import re
+import secrets
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,6 +173,16 @@ class ImageStore:
                     self._unpack(image, tree, expect_open)
                     tree.rename(place)
         return place
+
+    @staticmethod
+    def set_aside(directory: Path, used: Collection[str]) -> list[Path]:
+        """Give the directories of images that are unpacked below that of a node other names, so that they can be removed; return these.
+
+        Args:
+            used: digests of the images that stay.
+        """
+        found = [path for path in directory.iterdir() if _DIGEST.fullmatch(path.name) and path.name not in used]
+        return [path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}")) for path in found]
 
     def _unpack(self, image: Image, tree: Path, expect_open: Callable[[], None]) -> None:
         path, root = self._readable(image), os.open(tree, os.O_RDONLY | os.O_DIRECTORY)

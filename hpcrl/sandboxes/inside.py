@@ -77,6 +77,12 @@ _SET_INTERFACE, _UP = 0x8914, 0x41
 _DEVICES = "null", "zero", "full", "random", "urandom", "tty"
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _OWN = namespaces.NO_SUID | namespaces.NO_DEVICES
+# terminals are counted for the node, and what inotify has for its user: one sandbox could take those of all others
+_MOST_TERMINALS = 64
+_MOST_OF_USER = {"max_inotify_instances": 16, "max_inotify_watches": 1 << 16}
+# what the buffers of sockets have is memory of no process; sizes in bytes: least, at first, most
+_MOST_SOCKETS = 4096
+_OF_TCP = {"tcp_rmem": "4096 131072 212992", "tcp_wmem": "4096 16384 212992"}
 
 _libc = CDLL(None, use_errno=True)
 Message = Mapping[str, Any]
@@ -221,6 +227,10 @@ def _enter(settings: Message) -> None:
     namespaces.mount(None, "root/dev", None, namespaces.REMOUNT | namespaces.BIND | namespaces.READ_ONLY | _OWN)
     namespaces.mount("shm", "root/dev/shm", None, namespaces.BIND)
     namespaces.mount("proc", "root/proc", "proc", _OWN | namespaces.NO_PROGRAMS)
+    for name, most in _MOST_OF_USER.items():
+        _write_text(f"root/proc/sys/user/{name}", str(most))
+    for name, sizes in () if settings["network"] else _OF_TCP.items():
+        _write_text(f"root/proc/sys/net/ipv4/{name}", sizes)
     namespaces.change_root("root")
     if not settings["network"]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -233,13 +243,18 @@ def _enter(settings: Message) -> None:
     _libc.prctl(_DUMPABLE, 0, 0, 0, 0)  # nothing of /proc/1 is for the programs of the sandbox
 
 
+def _write_text(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
 def _make_devices() -> None:
     for name in _DEVICES:
         os.close(os.open(f"dev/{name}", os.O_CREAT | os.O_WRONLY))
         namespaces.mount(f"/dev/{name}", f"dev/{name}", None, namespaces.BIND)
     for name in ("pts", "shm"):
         os.mkdir(f"dev/{name}")
-    options = "newinstance,ptmxmode=0666,mode=0620"
+    options = f"newinstance,ptmxmode=0666,mode=0620,max={_MOST_TERMINALS}"
     namespaces.mount("devpts", "dev/pts", "devpts", namespaces.NO_SUID | namespaces.NO_PROGRAMS, options)
     for name, target in _LINKS.items():
         os.symlink(target, f"dev/{name}")
@@ -268,7 +283,9 @@ class _First:
                 os.read(wake, _PIECE)
             if seconds is not None and time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
-                if (used := _memory_used(self._proc, self._layers)) > self._settings["memory"]:
+                used = _memory_used(self._proc, self._layers)
+                many = not self._settings["network"] and _sockets_used(self._proc) > _MOST_SOCKETS
+                if many or used > self._settings["memory"]:
                     send(self._owner, {"memory": used})
                     self._kill_all()
             if self._owner in ready:
@@ -378,8 +395,15 @@ def _memory_used(proc: int, layers: int | None) -> int:
     return used
 
 
+def _sockets_used(proc: int) -> int:
+    """Return how many sockets there are, in whose buffers programs could keep memory that counts for no process."""
+    with open(os.open("1/net/sockstat", os.O_RDONLY, dir_fd=proc), "rb") as file:
+        return int(file.readline().split()[2])
+
+
 def _memory_of(status: bytes) -> int:
-    lines = (line.split() for line in status.splitlines() if line.startswith((b"RssAnon", b"RssShmem")))
+    # tables of pages too: a large map that is only read has nothing else
+    lines = (line.split() for line in status.splitlines() if line.startswith((b"RssAnon", b"RssShmem", b"VmPTE")))
     return sum(int(line[1]) for line in lines) << 10
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
+from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import DataError, SandboxError
+from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.scratch import Scratch
-from hpcrl.sandboxes.images import ImageStore
+from hpcrl.sandboxes.images import Image, ImageStore
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
@@ -22,6 +25,8 @@ MOST_REQUESTS = 4
 """Of a sandbox at a time."""
 
 _ENDING = 32
+_NO_ROOM = errno.ENOSPC, errno.EDQUOT
+_LONGEST_STILL_S = 5.0
 _ENDS = "the server of this node ends; ask another node"
 
 
@@ -55,13 +60,15 @@ class Client:
 
 @dataclass
 class Leased:
-    """A sandbox whose client has to be heard of before `until`, as of `time.monotonic`; one in use has no end.
+    """A sandbox whose client has to be heard of before `until`, by the clock of the node; one in use has no end.
 
     Attributes:
+        image: digest of its image.
         begun_with, made: the snapshot with which it has begun, and the last one that was made of it; empty: none.
     """
 
     sandbox: Sandbox
+    image: str
     client: Client
     until: float
     begun_with: str = ""
@@ -92,11 +99,14 @@ class NodeSandboxes:
         self.most, self.lease_s, self._limits, self._network = most, lease_s, limits or SandboxLimits(), network
         self._fuse_overlayfs = fuse_overlayfs
         self._images, self._snapshots, self._scratch = images, snapshots, Scratch("sandboxes")
-        self._held, self._starting, self._closed, self._lock = dict[bytes, Leased](), 0, False, threading.Condition()
+        self._held, self._closed = dict[bytes, Leased](), False
+        self._starting = dict[bytes, str]()  # the images of those that start; empty: not known yet
+        # clients were not heard while this process stood still
+        self._lock, self._clock = threading.Condition(), SuspendAwareClock(_LONGEST_STILL_S)
 
     @property
     def running(self) -> int:
-        return len(self._held) + self._starting
+        return len(self._held) + len(self._starting)
 
     def start(
         self, name: str, *, network: bool = False, snapshot: str | None = None, client: Client | None = None
@@ -115,37 +125,35 @@ class NodeSandboxes:
             raise DataError(f"sandboxes of image {name!r} have no network; those that may: {allowed}")
         client = client or Client()
         self._end_where(lambda one: client.replaces(one.client))
+        digest = _digest(key := secrets.token_urlsafe(32))
         with self._lock:
             if self._closed or self.running >= self.most:
                 raise NodeFull(
                     f"this node has {self.running} sandboxes of at most {self.most}; ask another node, or again when one has ended"
                 )
-            self._starting += 1
+            self._starting[digest] = ""
         try:
-            try:
-                sandbox = self._start(name, network, snapshot)
-            except OSError as error:  # no room for an image, for instance
-                raise SandboxError(f"this node cannot start it: {error}") from error
-            key = secrets.token_urlsafe(32)
+            image = self._images.find(name)
+            with self._lock:
+                self._starting[digest] = image.digest
+            sandbox = self._start(image, network, snapshot)
             with self._lock:
                 if not self._closed:
-                    self._held[_digest(key)] = Leased(sandbox, client, time.monotonic() + self.lease_s, snapshot or "")
+                    self._held[digest] = Leased(sandbox, image.digest, client, self._lease_end(), snapshot or "")
                     return key
             sandbox.end()
             raise NodeFull(_ENDS)
         finally:
             with self._lock:
-                self._starting -= 1
+                del self._starting[digest]
                 self._lock.notify_all()
 
     def _expect_open(self) -> None:
         if self._closed:
             raise NodeFull(_ENDS)
 
-    def _start(self, name: str, network: bool, snapshot: str | None) -> Sandbox:
-        image = self._images.find(name)
-        scratch = self._scratch.path
-        tree = self._images.unpack(image, scratch, self._expect_open)
+    def _start(self, image: Image, network: bool, snapshot: str | None) -> Sandbox:
+        tree, scratch = self._unpacked(image), self._scratch.path
 
         def start(changes: IO[bytes] | None) -> Sandbox:
             return Sandbox(
@@ -163,6 +171,21 @@ class NodeSandboxes:
             return start(None)
         with self._snapshots.opened(snapshot) as changes:
             return start(changes)
+
+    def _unpacked(self, image: Image) -> Path:
+        """Return the directory of an image. Those that no sandbox uses are removed where the disk has no room for it."""
+        while True:
+            try:
+                return self._images.unpack(image, self._scratch.path, self._expect_open)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                with self._lock:  # a start that begins later unpacks its image again
+                    used = {*self._starting.values(), *(one.image for one in self._held.values())}
+                    unused = self._images.set_aside(self._scratch.path, used)
+                if not unused:
+                    raise
+                discard_tree(*unused)
 
     @contextmanager
     def use(self, key: str) -> Iterator[Leased]:
@@ -184,7 +207,7 @@ class NodeSandboxes:
         finally:
             with self._lock:
                 held.users -= 1
-                held.until = time.monotonic() + self.lease_s
+                held.until = self._lease_end()
 
     def keep(self, key: str, only: Sequence[str] = ()) -> str:
         """Keep a snapshot of a sandbox, with `only` of what is at and below these absolute paths; return its name."""
@@ -217,16 +240,19 @@ class NodeSandboxes:
         return held
 
     def end_expired(self) -> int:
-        """End the sandboxes whose clients are gone; return how many."""
-        now = time.monotonic()
+        """End the sandboxes whose clients are gone; return how many. It is called every second."""
+        with self._lock:
+            now = self._clock.now()
         return self._end_where(lambda one: not one.users and one.until < now)
+
+    def _lease_end(self) -> float:
+        return self._clock.now() + self.lease_s
 
     def _end_where(self, gone: Callable[[Leased], bool]) -> int:
         with self._lock:
             digests = [digest for digest, one in self._held.items() if gone(one)]
             ended = [self._held.pop(digest) for digest in digests]
-        for one in ended:
-            one.sandbox.end()
+        _end(ended)
         return len(ended)
 
     def close(self) -> None:
@@ -234,11 +260,16 @@ class NodeSandboxes:
         with self._lock:
             self._closed, ended = True, list(self._held.values())
             self._held.clear()
-        with ThreadPoolExecutor(_ENDING) as threads:  # its job is ended after a grace time
-            list(threads.map(lambda one: one.sandbox.end(), ended))
+        _end(ended)
         with self._lock:  # what a start writes while its directory is removed would stay
             self._lock.wait_for(lambda: not self._starting)
         self._scratch.remove()
+
+
+def _end(held: Collection[Leased]) -> None:
+    """End sandboxes beside each other: one that stands still takes seconds, and somebody waits for a place, or for the end of the job."""
+    with ThreadPoolExecutor(_ENDING) as threads:
+        list(threads.map(lambda one: one.sandbox.end(), held))
 
 
 def _digest(key: str) -> bytes:

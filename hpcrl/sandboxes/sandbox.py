@@ -6,18 +6,15 @@ no link of the sandbox is followed outside.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import select
 import selectors
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -44,7 +41,7 @@ _ENVIRONMENT = {
 _START_S, _TRANSFER_S, _GRACE_S, _LEFT_S = 120.0, 120.0, 2.0, 20.0
 _PIECE, _MOST_PIECES = 1 << 16, 64
 ORDINARY_USER = "an ordinary user"
-_NO_TERMINAL, _TERMINAL = (0, 0), (24, 80)
+_TERMINAL = 24, 80  # rows and columns
 _GB = 1 << 30
 _END_OF_INPUT = b"\x04"
 
@@ -138,38 +135,23 @@ class SandboxCommand:
             if descriptor is not None:
                 os.set_blocking(descriptor, False)
 
-    def write(self, content: bytes) -> None:
-        """Write to its input, as fast as it reads, until its time is over; from the thread that reads its output."""
-        if self.stdin is None:
-            raise SandboxError("the input of the program is closed")
-        left = memoryview(content)
-        with suppress(BrokenPipeError), selectors.DefaultSelector() as selector:  # it may read no more
-            selector.register(self.stdin, selectors.EVENT_WRITE)
-            while left and selector.select(max(0.0, self.deadline - time.monotonic())):
-                left = left[os.write(self.stdin, left) :]
-
-    def close_input(self) -> None:
+    def _close_input(self) -> None:
         if self.stdin is not None:
             os.close(self.stdin)
         self.stdin = None
-
-    def resize(self, rows: int, columns: int) -> None:
-        """Change the size of its terminal."""
-        for stream in self.streams:
-            fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
     def cancel(self) -> None:
         """End the program and its processes."""
         with suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
 
-    def output(self, given: bytes | None = None, most: float = math.inf) -> Iterator[tuple[str, bytes]]:
+    def output(self, given: bytes = b"", most: float = math.inf) -> Iterator[tuple[str, bytes]]:
         """Yield what it writes, with the name of the stream, until it has ended; what its background processes write later is lost.
 
         The program is cancelled where the iterator is closed before its end.
 
         Args:
-            given: all of its input, which ends then; None: `write` has it.
+            given: all of its input.
             most: bytes that are yielded; a program that writes more is ended.
         """
         over = False
@@ -185,14 +167,14 @@ class SandboxCommand:
         if over:
             self.result = Ended(None, "output")
 
-    def _output(self, given: bytes | None) -> Generator[tuple[str, bytes], None, None]:
-        if given is not None and len(self.streams) == 1:
+    def _output(self, given: bytes) -> Generator[tuple[str, bytes], None, None]:
+        if len(self.streams) == 1:
             given += _typed_end(given)
-        left, killed = memoryview(given or b""), False
+        left, killed = memoryview(given), False
         with closing(self), selectors.DefaultSelector() as selector:
             for stream in (*self.streams, self.control):
                 selector.register(stream, selectors.EVENT_READ)
-            if given is not None and self.stdin is not None:
+            if self.stdin is not None:
                 selector.register(self.stdin, selectors.EVENT_WRITE)
             while self.result is None:
                 seconds = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
@@ -218,7 +200,7 @@ class SandboxCommand:
             if left and (left := left[os.write(self.stdin, left) :]):
                 return left
         selector.unregister(self.stdin)
-        self.close_input()
+        self._close_input()
         return memoryview(b"")
 
     def _drain(self, stream: int, selector: selectors.BaseSelector, most: int) -> Iterator[tuple[str, bytes]]:
@@ -244,7 +226,7 @@ class SandboxCommand:
         return Ended(None, "memory" if self.sandbox.out_of_memory(self.begun) else "killed")
 
     def close(self) -> None:
-        self.close_input()
+        self._close_input()
         self.control.close()
         for stream in self.streams:
             os.close(stream)
@@ -319,7 +301,7 @@ class Sandbox:
         command: Sequence[str],
         seconds: float,
         *,
-        terminal: tuple[int, int] | bool = False,
+        terminal: bool = False,
         environment: Mapping[str, str] | None = None,
         directory: str | None = None,
     ) -> SandboxCommand:
@@ -327,9 +309,8 @@ class Sandbox:
 
         Args:
             seconds: time after which it is ended, with its processes.
-            terminal: rows and columns; True: 24 and 80; False: pipes.
+            terminal: whether it has one, in the place of pipes.
         """
-        size = _TERMINAL if terminal is True else terminal or _NO_TERMINAL
         texts = [*command, directory or "", *(environment or {}), *(environment or {}).values()]
         if (
             not command
@@ -341,7 +322,7 @@ class Sandbox:
             "do": "exec",
             "command": list(command),
             "seconds": seconds,
-            "terminal": size if terminal else None,
+            "terminal": _TERMINAL if terminal else None,
             "environment": {**self._environment, **(environment or {})},
             "directory": directory or self._directory,
         }

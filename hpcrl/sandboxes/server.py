@@ -124,7 +124,7 @@ class SandboxServer:
                 content = await read_body(receive)
                 self._proof.admit(scope["path"], given, content)
                 scope[ADMITTED] = proved = True
-                status, answer = 200, await self._of_node(scope["path"], content)
+                status, answer = 200, await self._of_node(scope["path"], content, receive)
             else:
                 key = given.get("authorization", "").removeprefix(_BEARER)
                 self._node.expect(key)
@@ -137,29 +137,38 @@ class SandboxServer:
         except SandboxError as error:
             status, answer = 500 if of_node else 400, {"error": f"{type(error).__name__}: {error}"}
             if of_node:
-                self._report(error)
+                self._report(scope["path"], error)
         except (HpcrlError, BadRequest) as error:
             status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
+        except OSError as error:  # of the node or a filesystem, such as a full one
+            status, answer = 500, {"error": str(error)}
+            self._report(scope["path"], error)
         if answer is not None:
             body = json_body(answer)
             signed = self._proof.of_answer(given, status, body) if proved else {}
             await send_body(send, status, body, {**(JSON if ADMITTED in scope else REFUSED), **signed})
 
-    def _report(self, error: SandboxError) -> None:
-        """Print why no sandbox starts, once a minute: who asks for one asks again, for minutes."""
+    def _report(self, path: str, error: Exception) -> None:
+        """Print why a request fails here, once a minute: clients ask again for minutes."""
         if time.monotonic() >= self._report_at:
-            print(f"no sandbox starts here, and is asked for again: {error}", file=sys.stderr, flush=True)
+            print(f"{path} fails here: {error}", file=sys.stderr, flush=True)
             self._report_at = time.monotonic() + _REPORT_S
 
-    async def _of_node(self, path: str, content: bytes) -> dict[str, Any]:
+    async def _of_node(self, path: str, content: bytes, receive: Receive) -> dict[str, Any]:
         """Return the answer to a request that starts a sandbox, or asks for the state of the node."""
         if path == "/health":
             return {"running": self._node.running, "most": self._node.most}
         asked = _fields(content, _START)
         client, snapshot = Client(asked["client"], asked["client_started"]), asked["snapshot"] or None
-        key = await self._in_thread(
-            lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot, client=client)
-        )
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            key = await self._in_thread(
+                lambda: self._node.start(asked["image"], network=asked["network"], snapshot=snapshot, client=client)
+            )
+            if gone.done():  # nobody has its key
+                await self._in_thread(lambda: self._node.end(key))
+        finally:
+            gone.cancel()
         return {"key": key, "lease_s": self._node.lease_s}
 
     async def _of_sandbox(
@@ -221,15 +230,14 @@ class SandboxServer:
                 asyncio.run_coroutine_threadsafe(line({name: base64.b64encode(piece).decode()}), loop).result()
 
         async def until_gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await _until_gone(receive)
             program.cancel()
 
         beside = [asyncio.create_task(until_gone()), asyncio.create_task(beat())]
         try:
             await self._in_thread(pump)
             await line(asdict(program.result) if program.result else {})
-        except HpcrlError as error:
+        except (HpcrlError, OSError) as error:
             await line({"error": str(error)})
         finally:
             for task in beside:
@@ -282,6 +290,12 @@ async def serve_sandboxes(node: NodeSandboxes, proof: Proof, listener: socket.so
         for task in tasks:
             task.cancel()
         app.close()
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Return when the client of a request, whose body is read, has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def base64_of(text: str) -> bytes:

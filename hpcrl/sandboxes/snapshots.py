@@ -36,6 +36,7 @@ _LISTS = "*.blocks"
 _ASIDE = re.compile(rf"{re.escape(PARTIAL)}({_DIGEST}\.(?:blocks|z))")
 _RECORD = 512  # of an archive
 _ONE_IN = 2048  # records after which a block ends, as a rule
+_PIECE = 1 << 20
 _LEVEL = 1  # of zlib: the policy waits
 _AT_ONCE = 4  # blocks that are compressed and written
 
@@ -58,7 +59,7 @@ class SnapshotStore:
         make_directory(self._blocks)
         stage, names, writes = f"{PARTIAL}{secrets.token_hex(8)}-", list[str](), dict[str, Future[bool]]()
         try:
-            with ThreadPoolExecutor(_AT_ONCE) as threads:
+            with tempfile.TemporaryFile() as plain, ThreadPoolExecutor(_AT_ONCE) as threads:
                 waiting = deque[Future[bool]]()
 
                 def keep(block: bytes) -> None:
@@ -70,9 +71,12 @@ class SnapshotStore:
                     writes[name] = threads.submit(self._stage, name, stage, block)
                     waiting.append(writes[name])
 
+                # its programs stand still meanwhile, for a bounded time: they do not wait for a shared filesystem
+                sandbox.snapshot(cast(IO[bytes], plain), only)
+                plain.seek(0)
                 cutter = _Cutter(keep)
-                # its programs, which stand still meanwhile, go on before disks are waited for
-                sandbox.snapshot(cast(IO[bytes], cutter), only)
+                while piece := plain.read(_PIECE):
+                    cutter.write(piece)
                 cutter.finish()
                 list(threads.map(lambda name: writes[name].result() and self._commit(name, stage), writes))
         except BaseException:
@@ -176,7 +180,7 @@ class SnapshotStore:
 
 
 class _Cutter:
-    """A file that is written, and cut into blocks.
+    """An archive that is cut into blocks as it is written.
 
     Args:
         keep: called with each block.
@@ -185,13 +189,12 @@ class _Cutter:
     def __init__(self, keep: Callable[[bytes], object]) -> None:
         self._keep, self._block, self._at = keep, bytearray(), SMALLEST
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: bytes) -> None:
         self._block += content
         while end := self._end():
             self._keep(bytes(self._block[:end]))
             del self._block[:end]
             self._at = SMALLEST
-        return len(content)
 
     def finish(self) -> None:
         if self._block:

@@ -232,3 +232,19 @@ def test_a_shared_directory_is_not_made_where_others_could_replace_it(folder: Pa
         os.chown(folder, 12345, -1)
         with pytest.raises(RunError, match="other users could replace it there"):
             SharedScratch(folder, "weights-a")
+
+
+def test_systemd_removes_nothing_of_a_long_run(folder: Path) -> None:
+    """It cleans /tmp of what is older than 10 days, as it is installed: of files of images and weights that are in use, too."""
+    program = shutil.which("systemd-tmpfiles") or pytest.skip("systemd-tmpfiles is not installed here")
+    folder.chmod(0o1777)
+    own, shared = Scratch("sandboxes"), SharedScratch(folder, "weights-a")
+    for directory in (folder, own.path, shared.path):
+        (directory / "old").write_text("")
+    time.sleep(1.5)
+    subprocess.run([program, "--clean", "-"], input=f"d {folder} - - - 1s\n", text=True, check=True)
+    assert not (folder / "old").exists()
+    assert all((directory / "old").exists() for directory in (own.path, shared.path))
+    own.remove()
+    shared.remove()
+    assert not list(folder.iterdir())

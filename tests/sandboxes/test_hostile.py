@@ -93,6 +93,7 @@ REFUSED = {
     "io_uring": "call('syscall', 425, 1, 0)",
     "userfaultfd": "call('syscall', 323 if os.uname().machine == 'x86_64' else 282, 0)",
     "memory without a name": "os.memfd_create('x')",
+    "memory in a pipe": "call('syscall', 278 if os.uname().machine == 'x86_64' else 75, os.pipe()[1], None, 0, 0)",
     "descriptor of another": "call('syscall', 438, os.pidfd_open(1), 0, 0)",
     "file by handle": "call('open_by_handle_at', -100, None, 0)",
     "device": "os.mknod('/tmp/sda', 0o60666, os.makedev(8, 0))",
@@ -108,6 +109,7 @@ REFUSED = {
     "input of a terminal": "import fcntl; fcntl.ioctl(os.openpty()[1], 0x5412, b'x')",
     "more processes": "call('setrlimit', 6, (ctypes.c_uint64 * 2)(9999, 9999))",
     "core pattern": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
+    "more of inotify": "open('/proc/sys/user/max_inotify_instances', 'w').write('128')",
     "sysrq": "open('/proc/sysrq-trigger', 'w').write('b')",
     "memory of the first": "open('/proc/1/mem', 'rb')",
     "environment of the first": "open('/proc/1/environ', 'rb').read()",
@@ -205,6 +207,37 @@ time.sleep(600)
     assert one.run(["sleep", "0"], PATIENCE_S).ended == ""
 
 
+def test_memory_in_the_buffers_of_sockets(start: Start) -> None:
+    """It counts for no process: programs of a sandbox could keep gigabytes there."""
+    hoard = """
+import os, socket, time
+def size(one): return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+first = socket.socket(socket.AF_UNIX)
+before = size(first)
+first.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * before)
+first.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+print(size(first) == before, first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), flush=True)
+for _ in range(2): os.fork()
+kept = [socket.socketpair() for _ in range(1000)]
+time.sleep(600)
+"""
+    one = start()
+    ran = python(one, hoard)
+    assert (ran.ended, ran.stdout, ran.stderr) == ("memory", b"True 1\n", b"")
+    assert one.run(["sleep", "0"], PATIENCE_S).ended == ""
+
+
+def test_memory_of_the_tables_of_pages(start: Start) -> None:
+    one = start(SandboxLimits(memory=64 << 20))
+    touch = """
+import mmap, time
+kept = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+for at in range(0, len(kept), 2 << 20): kept[at]
+time.sleep(600)
+"""
+    assert python(one, touch).ended == "memory"
+
+
 @both_kinds
 def test_a_full_disk(start: Start) -> None:
     one = start(SandboxLimits(disk=4 << 20, files=100))
@@ -217,6 +250,22 @@ def test_a_full_disk(start: Start) -> None:
     })  # fmt: skip
     full = ("OSError(27", "OSError(28", "OSError(12")  # EFBIG, ENOSPC
     assert all(came.startswith(full) for came in found.values()), found
+
+
+def test_what_the_kernel_counts_for_a_user_is_left_for_other_sandboxes(start: Start) -> None:
+    """One program took all terminals of the node, and all that its user may have of inotify."""
+    most = """
+import ctypes, itertools, os
+libc = ctypes.CDLL(None)
+print(next(n for n in itertools.count() if libc.inotify_init1(0) < 0))
+try:
+    for n in range(1000): os.openpty()
+except OSError:
+    pass
+print(n)
+"""
+    ran = python(start(), most)
+    assert (ran.stdout.split(), ran.stderr) == ([b"16", b"64"], b"")
 
 
 def test_reads_and_writes_follow_no_link_outside(start: Start, user: Path) -> None:

@@ -23,7 +23,7 @@ from hpcrl.rollout.own_services import sandboxes_of
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.process_names import sandbox_name, worker_name
-from hpcrl.runtime.process_status import GIVEN_UP, SERVING, StatusWriter, read_process_status
+from hpcrl.runtime.process_status import GIVEN_UP, RENEW_S, SERVING, StatusWriter, read_process_status
 from hpcrl.sandboxes.images import ImageStore
 from tests.paths import QUICKSTART, ROOT
 from tests.sandboxes.material import PATIENCE_S, python_of_users
@@ -48,11 +48,11 @@ def run(user: Path, image: Path) -> Run:
 
 
 @contextmanager
-def serving(run: Run, temporary: Path) -> Iterator[subprocess.Popen[bytes]]:
+def serving(run: Run, temporary: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run jobs/sandbox.py as the ordinary user of the tests."""
     python = python_of_users()
     temporary.mkdir(exist_ok=True)
-    environment = {**PLACE, "TMPDIR": str(temporary)}
+    environment = {**PLACE, "TMPDIR": str(temporary), **more}
     job, packages = ROOT / "jobs" / "sandbox.py", Path(httpx.__file__).parents[1]
     command = [python, "-c", JOB, str(ROOT), str(packages), str(job), str(run.path)]
     with subprocess.Popen(command, env=os.environ | environment) as process:
@@ -124,3 +124,13 @@ def test_a_server_that_is_killed_is_found_again_at_its_next_address(run: Run, us
         with pytest.raises(SandboxLost):
             one.read("/file")
     assert not list((user / "one").iterdir()), "it has left something"
+
+
+def test_sandboxes_go_on_while_the_filesystem_of_the_run_stands_still(run: Run, user: Path) -> None:
+    """Minutes of that were the end of all leases, and of the programs' connections."""
+    with serving(run, user / "still", HPCRL_FAULT="process_status@2:sleep=600") as process:
+        until(lambda: serves(run, process), process)
+        one = sandboxes_of(run, 1, 1, worker_name(0)).start("tiny")
+        time.sleep(RENEW_S + 1.0)
+        assert one.run(["sh", "-c", "echo on"], PATIENCE_S).stdout == b"on\n"
+        one.end()

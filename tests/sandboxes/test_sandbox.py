@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -128,25 +128,21 @@ def test_a_sandbox_outlives_the_thread_that_began_it(start: Start) -> None:
 
 
 def test_output_is_streamed_and_input_is_read(start: Start) -> None:
-    program = start().begin(["sh", "-c", "read a; echo got $a; read b; echo got $b >&2"], PATIENCE_S)
-    output = program.output()
-    program.write(b"one\n")
+    one = start()
+    waits = "read a; echo got $a; until test -e /go; do sleep 0.05; done; read b; echo got $b >&2"
+    output = (program := one.begin(["sh", "-c", waits], PATIENCE_S)).output(b"one\ntwo\n")
     assert next(output) == ("stdout", b"got one\n")
-    program.write(b"two\n")
+    one.write("/go", b"")
     assert list(output) == [("stderr", b"got two\n")]
     assert program.result == module.Ended(0)
 
 
 def test_a_terminal(start: Start) -> None:
-    program = start().begin(["sh", "-c", "tty; stty size; read a; stty size; echo $a"], PATIENCE_S, terminal=(30, 90))
-    seen = b""
-    for _, piece in program.output():
-        seen += piece
-        if seen.endswith(b"30 90\r\n"):
-            program.resize(31, 91)
-            program.write(b"x\n")
+    program = start().begin(["sh", "-c", "tty; stty size -echo; read a; echo $a"], PATIENCE_S, terminal=True)
+    seen = b"".join(piece for _, piece in program.output(b"x\n"))
     assert program.result == module.Ended(0)
-    assert seen == b"/dev/pts/0\r\n30 90\r\nx\r\n31 91\r\nx\r\n"
+    assert seen.endswith(b"x\r\n")
+    assert seen.replace(b"x\r\n", b"") == b"/dev/pts/0\r\n24 80\r\n"  # it may be echoed, before that ends
 
 
 def test_a_program_over_its_time_ends_with_all_that_it_started(start: Start) -> None:
@@ -287,6 +283,40 @@ def test_each_snapshot_stores_what_has_changed(start: Start, kept: Path) -> None
     assert store.collect(lambda: [second]) == 0
     store.collect(lambda: [])
     assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def stopped(word: bytes) -> bool:
+    """Return whether a process with a word in its command line is stopped."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if word in (path / "cmdline").read_bytes() and b") T " in (path / "stat").read_bytes():
+                return True
+    return False
+
+
+class SlowStore(SnapshotStore):
+    """A store that writes nothing before the programs of a sandbox go on, for a while."""
+
+    def _stage(self, name: str, stage: str, block: bytes) -> bool:
+        deadline = time.monotonic() + 2 * module._TRANSFER_S
+        while stopped(b"986.25") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return super()._stage(name, stage, block)
+
+
+def test_programs_do_not_wait_for_the_filesystem_of_snapshots(
+    start: Start, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were killed then, and the snapshot was refused as if they had hindered it: a reward of 0."""
+    monkeypatch.setattr("hpcrl.sandboxes.sandbox._TRANSFER_S", 10.0)
+    for name in ("SMALLEST", "LARGEST"):
+        monkeypatch.setattr(snapshots, name, 64 << 10)
+    one = start()
+    assert shell(one, "sleep 986.25 & echo begun").stdout == b"begun\n"
+    one.write("/file", os.urandom(3 << 20))
+    digest = SlowStore(kept).put(one)
+    assert len(list((kept / "blocks").iterdir())) > 40
+    assert (kept / f"{digest}.blocks").is_file()
 
 
 def test_a_collector_that_is_killed_takes_nothing_along(

@@ -57,7 +57,7 @@ _OF_PROGRAMS = """
     timerfd_gettime:287:87 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
     timer_delete:226:111 inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27 inotify_rm_watch:255:28 epoll_pwait2:441:441
     openat2:437:437 mknod:133:- mknodat:259:33 sync:162:81 syncfs:306:267 sync_file_range:277:84 readahead:187:213 splice:275:76
-    tee:276:77 vmsplice:278:75 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10
+    tee:276:77 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10
     listxattr:194:11 llistxattr:195:12 flistxattr:196:13 removexattr:197:14 lremovexattr:198:15 fremovexattr:199:16 mlock:149:228
     munlock:150:229 mlock2:325:284 pkey_mprotect:329:288 pkey_alloc:330:289 pkey_free:331:290 get_mempolicy:239:236
 """
@@ -89,6 +89,7 @@ _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ,
 _PRCTL = (15, 16, 0x53564D41)  # the name of a thread, the name of memory
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10  # others, such as AF_VSOCK, are not of the namespace
 _NEW_NAMESPACES = 0x7E020000
+_SOCKET, _BUFFERS = 1, (7, 8)  # SOL_SOCKET, SO_SNDBUF and SO_RCVBUF: what they have is memory of no process
 _INPUT_OF_TERMINAL = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _NEWEST = 424  # from here on machines have the same numbers, and programs do without a call that is not there
 
@@ -126,7 +127,8 @@ def refuse_all_others(*, attributes: bool) -> None:
 def refuse_dangerous() -> None:
     """Let this process, and what it starts, make the system calls of ordinary programs only, for good; no_new_privs must be set.
 
-    Refused are other namespaces, mounts, tracing, keys, memory without a name, and sockets of families that namespaces do not separate.
+    Refused are other namespaces, mounts, tracing, keys, memory without a name or in a pipe (vmsplice), and sockets of families that namespaces
+    do not separate. The buffers of sockets keep the size that they begin with.
 
     Raises:
         OSError: the kernel takes no filter.
@@ -139,7 +141,18 @@ def refuse_dangerous() -> None:
         number["socket"]: [*_one_of(0, (_AF_UNIX, _AF_INET, _AF_INET6)), (_RETURN, 0, 0, _NO_FAMILY)],
         number["socketpair"]: _one_of(0, [_AF_UNIX]),
     }
-    lines = _allowed(_numbers(_FREE + _OF_FILES + _OF_PROGRAMS, column), checks)
+    free = _numbers(_FREE + _OF_FILES + _OF_PROGRAMS, column)
+    checks[free.pop("setsockopt")] = [
+        (_LOAD, 0, 0, _low(1)),
+        (_EQUAL, 1, 0, _SOCKET),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _low(2)),
+        (_EQUAL, 1, 0, _BUFFERS[0]),
+        (_EQUAL, 0, 1, _BUFFERS[1]),
+        (_RETURN, 0, 0, _DO_NOTHING),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    lines = _allowed(free, checks)
     for each in _numbers(_OWNERS, column).values():
         lines += [(_EQUAL, 0, 1, each), (_RETURN, 0, 0, _DO_NOTHING)]
     _install([*lines, (_AT_LEAST, 0, 1, _NEWEST), (_RETURN, 0, 0, _NOT_THERE), (_RETURN, 0, 0, _REFUSE)])
