@@ -315,6 +315,9 @@ class _First:
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         if message["do"] == "kill":
             return self._kill_all()
+        if message["do"] == "answer":
+            with socket.socket(fileno=descriptors[0]) as control:
+                return send(control, {})
         if message["do"] == "snapshot":
             _signal_all(signal.SIGSTOP)
         child = os.fork()

@@ -41,6 +41,7 @@ _ENVIRONMENT = {
 _START_S, _TRANSFER_S, _GRACE_S, _LEFT_S = 120.0, 120.0, 2.0, 20.0
 _PIECE, _MOST_PIECES = 1 << 16, 64
 ORDINARY_USER = "an ordinary user"
+_ENDED = "the sandbox has ended"
 _TERMINAL = 24, 80  # rows and columns
 _GB = 1 << 30
 _END_OF_INPUT = b"\x04"
@@ -222,8 +223,10 @@ class SandboxCommand:
         message, _ = receive(self.control)
         if message is not None and "error" not in message:
             return Ended(message["code"], message["ended"])
-        self.sandbox.expect()
-        return Ended(None, "memory" if self.sandbox.out_of_memory(self.begun) else "killed")
+        if self.sandbox.out_of_memory(self.begun):
+            return Ended(None, "memory")
+        self.sandbox.expect_answer()
+        return Ended(None, "killed")
 
     def close(self) -> None:
         self._close_input()
@@ -339,7 +342,7 @@ class Sandbox:
                 _, (master,) = receive(control)
             except (OSError, ValueError) as error:
                 control.close()
-                self.expect()
+                self.expect_answer()
                 raise SandboxError(f"no terminal for the program: {error}") from error
             control.settimeout(None)
             with ExitStack() as held:
@@ -426,7 +429,21 @@ class Sandbox:
             watch.register(self._owner, 0)
             if not watch.poll(0):
                 return
-        raise SandboxEnded("the sandbox has ended")
+        raise SandboxEnded(_ENDED)
+
+    def expect_answer(self) -> None:
+        """Raise SandboxEnded where its first process does not answer: another one that ended may have done so a moment before it."""
+        control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with control:
+            with other:
+                self._send({"do": "answer"}, [other.fileno()])
+            control.settimeout(_TRANSFER_S)
+            try:
+                answer, _ = receive(control)
+            except TimeoutError:
+                answer = None
+        if answer is None:
+            raise SandboxEnded(_ENDED)
 
     def end(self) -> None:
         """End the sandbox: its processes have ended then, and nothing of it is left."""
@@ -467,7 +484,7 @@ class Sandbox:
             finally:
                 late.cancel()
         if answer is None or "error" in answer:
-            self.expect()
+            self.expect_answer()
             raise SandboxError(
                 (answer or {}).get("error") or "a program of the sandbox, or its limits, ended the transfer"
             )
@@ -486,7 +503,7 @@ class Sandbox:
             try:
                 send(self._owner, message, descriptors)
             except OSError as error:
-                raise SandboxEnded("the sandbox has ended") from error
+                raise SandboxEnded(_ENDED) from error
 
 
 def require_ordinary_user() -> None:

@@ -23,10 +23,11 @@ from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes import sandbox as module
 from hpcrl.sandboxes import snapshots
 from hpcrl.sandboxes.archives import PARTIAL
-from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxError, SandboxLimits
+from hpcrl.sandboxes.sandbox import Output, Sandbox, SandboxEnded, SandboxError, SandboxLimits
 from hpcrl.sandboxes.snapshots import KEPT_S, SnapshotStore
 from tests.envs.sandbox.material import without_namespaces
 from tests.paths import ROOT
+from tests.processes import child_of
 from tests.sandboxes.material import PATIENCE_S, count_processes, found_fuse_overlayfs
 
 Start = Callable[..., Sandbox]
@@ -75,6 +76,20 @@ def test_one_for_which_there_are_too_many_open_files_leaves_nothing(image: Path,
     with room_for(files), pytest.raises(OSError, match="Too many open files"):
         Sandbox(image, scratch)
     assert not list(scratch.iterdir())
+
+
+def test_what_ends_with_its_sandbox_is_lost_with_it(start: Callable[..., Sandbox]) -> None:
+    """Its processes end in any order: a program that is killed alone counts as the policy's."""
+    one = start()
+    pieces = one.begin(["sh", "-c", "echo on; sleep 600"], PATIENCE_S).output()
+    assert next(pieces) == ("stdout", b"on\n")
+    first = child_of(one._process.pid) or 0
+    supervisor = child_of(first) or 0
+    os.kill(first, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    threading.Timer(0.3, one._process.kill).start()
+    with pytest.raises(SandboxEnded):
+        list(pieces)
 
 
 def test_a_program_for_which_there_are_too_many_open_files_leaves_none_open(start: Start) -> None:
