@@ -111,6 +111,7 @@ def test_evaluation_and_adapters(tmp_path: Path) -> None:
     [
         ('trainer.loss.type = "cispo"', "expected ipo, icepop or default"),
         ("trainer.loss.max_importance_ratio = 2.0", "exp(20)"),
+        ('trainer.loss = { type = "icepop", ratio_low = "low" }', "expected a number"),
         ("trainer.loss.adv_tau = 0.5", "scale the rewards"),
         ("trainer.loss.mask_ratio_low = 0.1", "of the loss of 2025"),
         ('trainer.optim.type = "sgd"', "expected adamw or muon"),
@@ -192,6 +193,19 @@ def test_defaults_that_changed_outside_the_loss(tmp_path: Path) -> None:
     trainer = load(conversion, tmp_path).trainer
     assert (trainer.policy.optimizer_config.weight_decay, trainer.gradient_checkpointing) == (0.01, False)
     assert (trainer.algorithm.dynamic_sampling.type, trainer.algorithm.zero_variance_filter) == (None, True)
+
+
+def test_names_of_earlier_versions_bring_their_defaults(tmp_path: Path) -> None:
+    filters = "\npost_batch_filters = []\n[[orch"
+    for text in (REVERSE_TEXT.replace("\n[[orch", filters), REVERSE_TEXT + '[trainer.loss]\ntype = "default"\n'):
+        conversion = converted(text)
+        trainer = load(conversion, tmp_path).trainer
+        dppo = trainer.algorithm.dppo
+        assert (dppo.two_sided, dppo.delta_high, dppo.kl_tau) == (False, 0.2, 0.001)
+        assert (trainer.policy.optimizer_config.weight_decay, trainer.algorithm.dynamic_sampling.type) == (0.01, None)
+        assert trainer.algorithm.zero_variance_filter == ("[trainer.loss]" in text)
+        (told,) = [one.message for one in conversion.entries if one.source == "trainer.loss.kl_tau"]
+        assert told.startswith("left out: 0.001, prime-rl's default until September 18 2026")
 
 
 def test_muon_has_its_own_defaults(tmp_path: Path) -> None:

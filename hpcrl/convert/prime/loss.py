@@ -1,6 +1,7 @@
 """The loss of prime-rl, and the other defaults that changed what a run of it learns in 2026.
 
-A file does not name its version of prime-rl. What it leaves out has the newest default, and the report has the one before.
+A file does not name its version of prime-rl. What it leaves out has the newest default, and the report has the one before. Names that
+only earlier versions take bring the earlier defaults.
 
 Pull requests of PrimeIntellect-ai/prime-rl changed them. 2187 has made dppo with kl_tau the default. 2798 has added ipo, which 3418
 has put in its place, and 3586 has given it its eps and kl_tau. With 3463, samples without an advantage are replaced.
@@ -26,16 +27,35 @@ _BEFORE = {
 }
 """Since when a default of 2026 is what it is, and what it was before."""
 _FILTERS = ("orchestrator.pre_batch_filters", "orchestrator.post_batch_filters")
+_EARLIER = {_LOSS + "dppo_mask_low", _LOSS + "dppo_mask_high", *_FILTERS}
+"""Settings that prime-rl has no more since August 2026."""
 
 
-def put_changed(source: PrimeSource, conversion: Conversion, path: str, target: str, value: Any, how: str = "") -> None:
-    """Set what a setting becomes whose default has changed, and note the default before if the source leaves it out."""
+def _is_earlier(source: PrimeSource) -> bool:
+    """Return whether a source names what prime-rl has no more since August 2026."""
+    threshold = source.names.get(_LOSS + "eps") == _LOSS + "ipo_threshold"
+    return threshold or source[_LOSS + "type"] == "default" or not source.names.keys().isdisjoint(_EARLIER)
+
+
+def _value(source: PrimeSource, path: str) -> Any:
+    """Return what a setting is, given or by the default of its time."""
+    return _BEFORE[path][1] if path not in source.names and _is_earlier(source) else source[path]
+
+
+def _put_changed(
+    source: PrimeSource, conversion: Conversion, path: str, target: str, value: Any, how: str = ""
+) -> None:
+    """Set what a setting becomes whose default has changed, and note which default counts if the source leaves it out."""
     if path in source.names:
         put(source, conversion, path, target, value, how)
         return
     conversion.values[target] = value
     since, before = _BEFORE[path]
-    now = value_as_toml(source[path]) + (f" ({how})" if how else "")
+    now = value_as_toml(_value(source, path)) + (f" ({how})" if how else "")
+    if _is_earlier(source):
+        message = f"left out: {now}, prime-rl's default until {since} 2026, as other names here are of a version before"
+        conversion.note("translated", path, target, message)
+        return
     message = (
         f"left out: {now}, prime-rl's default since {since} 2026; before it was {value_as_toml(before)}, "
         f"which a run of then had: name {path}"
@@ -44,10 +64,10 @@ def put_changed(source: PrimeSource, conversion: Conversion, path: str, target: 
 
 
 def _kind(source: PrimeSource) -> str:
-    """Return the loss, which names of its own settings tell where `type` is left out."""
-    if _LOSS + "type" not in source.names and {_LOSS + "dppo_mask_low", _LOSS + "dppo_mask_high"} & source.names.keys():
-        return "default"
-    return str(source[_LOSS + "type"])
+    """Return the loss; ipo where its threshold is named without it, as the loss of that time's default has none."""
+    if _LOSS + "type" not in source.names and _LOSS + "eps" in source.names:
+        return "ipo"
+    return _value(source, _LOSS + "type")
 
 
 def _type(source: PrimeSource, conversion: Conversion, path: str) -> None:
@@ -61,9 +81,9 @@ def _type(source: PrimeSource, conversion: Conversion, path: str) -> None:
         put(source, conversion, path, _ALG + "policy_loss_type", "rollout_is", "icepop")
     elif kind == "default":
         how = "masked by the difference of probabilities from the rollout (binary_tv), with kl_tau (log π/π_rollout)²"
-        put(source, conversion, path, _ALG + "policy_loss_type", "dppo", how)
+        _put_changed(source, conversion, path, _ALG + "policy_loss_type", "dppo", how)
     else:
-        put_changed(source, conversion, path, _ALG + "policy_loss_type", "dppo", "dppo with two_sided")
+        _put_changed(source, conversion, path, _ALG + "policy_loss_type", "dppo", "dppo with two_sided")
         conversion.values[_ALG + "dppo.two_sided"] = True
 
 
@@ -71,32 +91,26 @@ def _bound(source: PrimeSource, conversion: Conversion, path: str) -> None:
     """Write a bound that one of the losses has; the others do nothing with it."""
     last, kind = path.removeprefix(_LOSS), _kind(source)
     if last == "eps" and kind == "ipo":
-        put_changed(source, conversion, path, _ALG + "dppo.delta_low", source[path], "and delta_high")
-        conversion.values[_ALG + "dppo.delta_high"] = source[path]
+        _put_changed(source, conversion, path, _ALG + "dppo.delta_low", _value(source, path), "and delta_high")
+        conversion.values[_ALG + "dppo.delta_high"] = _value(source, path)
     elif last.startswith("dppo_mask_") and kind == "default":
         put(source, conversion, path, _ALG + last.replace("dppo_mask_", "dppo.delta_"), source[path])
-    elif last == "ratio_low" and kind == "icepop":
-        put(source, conversion, path, _ALG + "eps_clip_low", 1 - source[path], "1 less it")
-    elif last == "ratio_high" and kind == "icepop":
-        put(source, conversion, path, _ALG + "eps_clip_high", source[path] - 1, "it less 1")
+    elif last.startswith("ratio_") and kind == "icepop":
+        bound, target = source[path], _ALG + last.replace("ratio_", "eps_clip_")
+        if isinstance(bound, int | float):
+            away = 1 - bound if last == "ratio_low" else bound - 1
+            put(source, conversion, path, target, away, "its distance from 1")
+        else:
+            lost(source, conversion, path, target, f"expected a number; found {value_as_toml(bound)}")
     elif path in source.names:
         conversion.note("dropped", source.names[path], "", f"had no effect with loss.type={kind}")
 
 
 def _divergence(source: PrimeSource, conversion: Conversion, path: str) -> None:
-    kind, target = _kind(source), _ALG + "dppo.kl_tau"
-    before = _BEFORE[path][1]
-    if kind not in ("ipo", "default"):
-        if path in source.names:
-            conversion.note("dropped", source.names[path], "", f"had no effect with loss.type={kind}")
+    if (kind := _kind(source)) in ("ipo", "default"):
+        _put_changed(source, conversion, path, _ALG + "dppo.kl_tau", _value(source, path))
     elif path in source.names:
-        put(source, conversion, path, target, source[path])
-    elif kind == "default" or source.names.get(_LOSS + "eps") == _LOSS + "ipo_threshold":
-        conversion.values[target] = before
-        message = f"left out: {before}, prime-rl's default with {kind} until August 2026"
-        conversion.note("translated", path, target, message)
-    else:
-        put_changed(source, conversion, path, target, source[path])
+        conversion.note("dropped", source.names[path], "", f"had no effect with loss.type={kind}")
 
 
 def _normalization(source: PrimeSource, conversion: Conversion, path: str) -> None:
@@ -104,16 +118,16 @@ def _normalization(source: PrimeSource, conversion: Conversion, path: str) -> No
 
 
 def _decay(source: PrimeSource, conversion: Conversion, path: str) -> None:
-    value, target = source[path], "trainer.policy.optimizer_config.weight_decay"
-    put_changed(source, conversion, path, target, 0.0 if value == "auto" else value, "0" if value == "auto" else "")
+    value, target = _value(source, path), "trainer.policy.optimizer_config.weight_decay"
+    _put_changed(source, conversion, path, target, 0.0 if value == "auto" else value, "0" if value == "auto" else "")
 
 
 def _refilled(source: PrimeSource, conversion: Conversion, path: str) -> None:
     """Write what becomes of samples without an advantage; filters, which were named until August 2026, write it themselves."""
     if not source.names.keys().isdisjoint(_FILTERS):
         seen(source, conversion, path)
-    elif source[path] and source.number("orchestrator.group_size") > 1:
-        put_changed(
+    elif _value(source, path) and source.number("orchestrator.group_size") > 1:
+        _put_changed(
             source,
             conversion,
             path,
@@ -123,7 +137,9 @@ def _refilled(source: PrimeSource, conversion: Conversion, path: str) -> None:
         )
         conversion.values[_ALG + "dynamic_sampling.max_sample_batches"] = 0
     else:
-        put(source, conversion, path, _ALG + "zero_variance_filter", True, "samples without an advantage are left out")
+        _put_changed(
+            source, conversion, path, _ALG + "zero_variance_filter", True, "samples without an advantage are left out"
+        )
 
 
 def _filters(source: PrimeSource, conversion: Conversion, path: str) -> None:
