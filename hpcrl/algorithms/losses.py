@@ -371,6 +371,7 @@ def dppo(
     dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv",
     delta_low: NotNegative = 0.2,
     delta_high: NotNegative = 0.2,
+    two_sided: bool = False,
     kl_tau: NotNegative = 0.0,
 ) -> Values:
     """Return the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879, equations 11 to 14).
@@ -389,7 +390,9 @@ def dppo(
         delta_low: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this;
             0.05 is usual with binary_kl.
         delta_high: the same for tokens of positive advantage and a policy that has risen.
-        kl_tau: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss, with 0.001).
+        two_sided: the deltas bound tokens of any advantage, also those on the way back to the rollout (prime-rl's IPO, with deltas of 0.3).
+        kl_tau: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss until August 2026,
+            with 0.001).
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens that count nothing.
     """
@@ -400,8 +403,8 @@ def dppo(
     else:
         divergence_P = binary_kl(rollout_P, logprobs_P)
     risen_P, fallen_P = tokens.logprobs > tokens.rollout_logprobs, tokens.logprobs < tokens.rollout_logprobs
-    out_P = (tokens.advantages > 0) & risen_P & (divergence_P > delta_high)
-    out_P = out_P | ((tokens.advantages < 0) & fallen_P & (divergence_P > delta_low))
+    out_P = ((tokens.advantages > 0) | two_sided) & risen_P & (divergence_P > delta_high)
+    out_P = out_P | (((tokens.advantages < 0) | two_sided) & fallen_P & (divergence_P > delta_low))
     loss_P = -ratio(tokens.logprobs, tokens.rollout_logprobs) * tokens.advantages
     penalty_P = kl_tau * (tokens.logprobs - tokens.rollout_logprobs).square() if kl_tau else 0.0
     return torch.where(out_P, 0.0, loss_P) + penalty_P, {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}

@@ -52,6 +52,20 @@ def test_dppo_bounds_the_difference_of_probabilities(
     assert sums["clip_ratio"].item() == (not counts)
 
 
+@pytest.mark.parametrize(
+    ("probability", "advantage", "counts"),
+    [(0.75, 1.0, False), (0.75, -1.0, False), (0.25, 1.0, False), (0.25, -1.0, False), (0.69, -1.0, True)],
+)
+def test_two_sided_dppo_bounds_tokens_of_any_advantage(probability: float, advantage: float, counts: bool) -> None:
+    tokens = one_token(probability, 0.5, advantage)
+    loss, sums = dppo(tokens, **TV, two_sided=True)
+    assert loss.item() == pytest.approx(-probability / 0.5 * advantage if counts else 0.0)
+    loss.backward()
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.item() == pytest.approx(loss.item())
+    assert sums["clip_ratio"].item() == (not counts)
+
+
 @pytest.mark.parametrize(("probability", "advantage"), [(0.9, 1.0), (0.3, -1.0)])
 def test_dppo_by_kl_divergence(probability: float, advantage: float) -> None:
     rollout, policy = (Bernoulli(torch.tensor(p, dtype=torch.float64)) for p in (0.6, probability))

@@ -59,7 +59,7 @@ def test_published_files_load_and_are_complete(name: str, tmp_path: Path) -> Non
     config = load(conversion, tmp_path)
     assert config.environment.env_class == "agent"
     assert config.trainer.algorithm.policy_loss_type == "dppo"
-    assert (config.trainer.algorithm.dppo.kl_tau, config.trainer.algorithm.grpo_norm_by_std) == (0.001, False)
+    assert (config.trainer.algorithm.dppo.two_sided, config.trainer.algorithm.grpo_norm_by_std) == (True, False)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -92,7 +92,7 @@ def test_a_run_trains_and_generates_as_in_prime_rl(tmp_path: Path) -> None:
     assert (engine.num_engines, engine.gpu_memory_utilization) == (6, 0.9)
     assert trainer.fully_async.max_staleness_steps == 8
     assert (trainer.max_prompt_length, config.generator.sampling_params.max_generate_length) == (7168, 1024)
-    assert (trainer.algorithm.zero_variance_filter, trainer.gradient_checkpointing) == (True, False)
+    assert (trainer.algorithm.dynamic_sampling.type, trainer.gradient_checkpointing) == ("filter", True)
     assert config.data.train_data == ["wordle.jsonl"]
 
 
@@ -109,7 +109,9 @@ def test_evaluation_and_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ('trainer.loss.type = "ipo"', "expected default"),
+        ('trainer.loss.type = "cispo"', "expected ipo, icepop or default"),
+        ("trainer.loss.max_importance_ratio = 2.0", "exp(20)"),
+        ('trainer.loss = { type = "icepop", ratio_low = "low" }', "expected a number"),
         ("trainer.loss.adv_tau = 0.5", "scale the rewards"),
         ("trainer.loss.mask_ratio_low = 0.1", "of the loss of 2025"),
         ('trainer.optim.type = "sgd"', "expected adamw or muon"),
@@ -145,6 +147,71 @@ def test_schedules(given: str, expected: tuple[Any, ...], tmp_path: Path) -> Non
     optimizer = load(converted(text), tmp_path).trainer.policy.optimizer_config
     found = (optimizer.scheduler, optimizer.num_warmup_steps, optimizer.decay_ratio, optimizer.min_lr_factor)
     assert found == pytest.approx(expected)
+
+
+IPO, DPPO, ICEPOP = ("dppo", True), ("dppo", False), ("rollout_is", False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected", "changed"),
+    [
+        ("", (*IPO, 0.3, 0.3, 0.0), {"type", "eps", "kl_tau"}),
+        ('type = "ipo"', (*IPO, 0.3, 0.3, 0.0), {"eps", "kl_tau"}),
+        ("eps = 0.2", (*IPO, 0.2, 0.2, 0.0), {"type", "kl_tau"}),
+        ('type = "ipo"\neps = 0.1\nkl_tau = 0.001', (*IPO, 0.1, 0.1, 0.001), set()),
+        ('type = "ipo"\nipo_threshold = 0.2', (*IPO, 0.2, 0.2, 0.001), set()),  # of June to August 2026
+        ('type = "default"', (*DPPO, 0.2, 0.2, 0.001), set()),
+        ("dppo_mask_low = 0.1\nkl_tau = 0.0", (*DPPO, 0.1, 0.2, 0.0), set()),
+        ('type = "icepop"\nratio_high = 4.0', (*ICEPOP, 0.2, 0.2, 0.0), set()),
+    ],
+)
+def test_the_loss_of_each_version(loss: str, expected: tuple[Any, ...], changed: set[str], tmp_path: Path) -> None:
+    conversion = converted(f"{REVERSE_TEXT}\n[trainer.loss]\n{loss}")
+    algorithm = load(conversion, tmp_path).trainer.algorithm
+    dppo = algorithm.dppo
+    assert (algorithm.policy_loss_type, dppo.two_sided, dppo.delta_low, dppo.delta_high, dppo.kl_tau) == expected
+    if "icepop" in loss:
+        assert (algorithm.eps_clip_low, algorithm.eps_clip_high) == (0.8, 3.0)
+    found = {one.source for one in conversion.entries if one.kind == "differs" and "before it was" in one.message}
+    assert {path.rpartition(".")[2] for path in found if path.startswith("trainer.loss.")} == changed
+
+
+def test_defaults_that_changed_outside_the_loss(tmp_path: Path) -> None:
+    conversion = converted(REVERSE_TEXT)
+    trainer = load(conversion, tmp_path).trainer
+    assert trainer.policy.optimizer_config.weight_decay == 0
+    assert (trainer.algorithm.dynamic_sampling.type, trainer.algorithm.dynamic_sampling.max_sample_batches) == (
+        "filter",
+        0,
+    )
+    for path, before in (("trainer.optim.weight_decay", "0.01"), ("orchestrator.constant_trainer_batch_size", "false")):
+        assert any(one.source == path and f"before it was {before}" in one.message for one in conversion.entries)
+    named = (
+        "trainer.optim.weight_decay = 0.01\norchestrator.constant_trainer_batch_size = false\ntrainer.model.ac = 'None'"
+    )
+    conversion = convert_toml([(REVERSE_TEXT, "rl.toml"), (named, "more.toml")])
+    trainer = load(conversion, tmp_path).trainer
+    assert (trainer.policy.optimizer_config.weight_decay, trainer.gradient_checkpointing) == (0.01, False)
+    assert (trainer.algorithm.dynamic_sampling.type, trainer.algorithm.zero_variance_filter) == (None, True)
+
+
+def test_names_of_earlier_versions_bring_their_defaults(tmp_path: Path) -> None:
+    filters = "\npost_batch_filters = []\n[[orch"
+    for text in (REVERSE_TEXT.replace("\n[[orch", filters), REVERSE_TEXT + '[trainer.loss]\ntype = "default"\n'):
+        conversion = converted(text)
+        trainer = load(conversion, tmp_path).trainer
+        dppo = trainer.algorithm.dppo
+        assert (dppo.two_sided, dppo.delta_high, dppo.kl_tau) == (False, 0.2, 0.001)
+        assert (trainer.policy.optimizer_config.weight_decay, trainer.algorithm.dynamic_sampling.type) == (0.01, None)
+        assert trainer.algorithm.zero_variance_filter == ("[trainer.loss]" in text)
+        (told,) = [one.message for one in conversion.entries if one.source == "trainer.loss.kl_tau"]
+        assert told.startswith("left out: 0.001, prime-rl's default until September 18 2026")
+
+
+def test_muon_has_its_own_defaults(tmp_path: Path) -> None:
+    text = REVERSE_TEXT.replace("trainer.optim.lr = 3e-6", 'trainer.optim = { type = "muon", mu = 0.9 }')
+    optimizer = load(converted(text), tmp_path).trainer.policy.optimizer_config
+    assert (optimizer.name, optimizer.muon_momentum, optimizer.adam_betas) == ("Muon", 0.9, [0.9, 0.95])
 
 
 def test_slurm_and_filters(tmp_path: Path) -> None:

@@ -142,6 +142,13 @@ def test_bounds_of_cispo_that_are_left_out_are_told() -> None:
     assert entries(command(), f"{ALGORITHM}cispo.cispo_eps_clip_high") == []
 
 
+def test_graphs_that_are_left_out_are_captured_as_in_skyrl_since_june(tmp_path: Path) -> None:
+    path = f"{ENGINE}enforce_eager"
+    assert load(command(), tmp_path).generator.inference_engine.enforce_eager is None
+    assert "until then it was true" in entries(command(), path)[0].message
+    assert kinds(command(f"{path}=true"), path) == {"mapped"}
+
+
 def test_the_environment_of_dapo_is_direct_math(tmp_path: Path) -> None:
     assert load(command("environment.env_class=aime"), tmp_path).environment.env_class == "direct_math"
     penalty = (f"{ALGORITHM}overlong_buffer_len=512", f"{ALGORITHM}overlong_buffer_penalty_factor=1.0")

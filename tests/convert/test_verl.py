@@ -152,6 +152,15 @@ def test_dapo_filters_groups_and_shortens_responses(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("metric", "kind"), [("reward", "mapped"), ("acc", "differs")])
+def test_what_decides_whether_a_group_is_equal(metric: str, kind: str) -> None:
+    """verl's default is the reward since September 2026, and was nothing before."""
+    name = "algorithm.filter_groups.metric"
+    conversion = words(GRPO, "algorithm.filter_groups.enable=True", f"{name}={metric}")
+    assert [one.kind for one in conversion.entries if one.source == name] == [kind]
+    assert words(GRPO, "algorithm.filter_groups.enable=True").values == conversion.values
+
+
 def test_megatron_shares_its_gpus_and_recomputes_as_told(tmp_path: Path) -> None:
     config = load(words(MEGATRON), tmp_path)
     assert config.trainer.placement.colocate_all is True

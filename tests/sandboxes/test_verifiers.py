@@ -17,6 +17,7 @@ from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.group import Group
 from hpcrl.rollout.own_services import sandboxes_of
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.process_names import worker_name
 from hpcrl.types import Prompt, Work
 from tests.jobs.agents.test_mini_swe_agent import calling, chosen
 from tests.jobs.agents.test_packages import ENVIRONMENTS
@@ -57,9 +58,8 @@ def test_its_commands_and_tests_run_in_a_sandbox(
 
     async def generate() -> Group:
         async with policy_server(config, tokenizer, 0) as server:
-            generator = GroupGenerator(
-                engine, tokenizer, config, environment, server=server, sandboxes=sandboxes_of(run, 1, 1)
-            )
+            sandboxes = sandboxes_of(run, 1, 1, worker_name(0))
+            generator = GroupGenerator(engine, tokenizer, config, environment, server=server, sandboxes=sandboxes)
             return await generator.generate(Work("g", "train", Prompt("0", row.pop("prompt"), "agent", row), 1, seed=5))
 
     group = asyncio.run(generate())

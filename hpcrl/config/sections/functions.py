@@ -26,7 +26,7 @@ POLICY_LOSSES: dict[str, Named] = {
     "cross_entropy": Named("the negative log-likelihood of the tokens, without advantages", ()),
     "importance_sampling": Named("the surrogate of TRPO, the plain ratio (arXiv:1502.05477)", ()),
     "aipo": Named("the loss with a ratio bounded on one side, for any sign of the advantage (AIPO, arXiv:2505.24034)", ("aipo_rho",)),
-    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high", "kl_tau",)),
+    "dppo": Named("the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879)", ("dppo_type", "delta_low", "delta_high", "two_sided", "kl_tau",)),
     "gpg": Named("the gradient of the policy without a ratio (GPG, arXiv:2504.02546)", ()),
     "gmpo": Named("the loss with the geometric mean of a sample's clipped ratios (GMPO, arXiv:2507.20673)", ("log_clip_low", "log_clip_high",)),
     "vespo": Named("the loss weighted smoothly by the ratio of whole samples (VESPO, arXiv:2602.10693)", ("k_pos", "lambda_pos", "k_neg", "lambda_neg",)),
@@ -143,8 +143,11 @@ class DppoConfig:
     delta_high: float = setting(0.2, range=NOT_NEGATIVE)
     """dppo: the same for tokens of positive advantage and a policy that has risen."""
 
+    two_sided: bool = False
+    """dppo: the deltas bound tokens of any advantage, also those on the way back to the rollout (prime-rl's IPO, with deltas of 0.3)."""
+
     kl_tau: float = setting(0.0, range=NOT_NEGATIVE)
-    """dppo: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss, with 0.001)."""
+    """dppo: weight of (log π/π_rollout)², which is added for every token, masked or not (prime-rl's default loss until August 2026, with 0.001)."""
 
 
 @dataclass(frozen=True, kw_only=True)

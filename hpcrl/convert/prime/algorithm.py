@@ -1,4 +1,4 @@
-"""Batches, lengths, loss, advantages and filters of prime-rl."""
+"""Batches, lengths and advantages of prime-rl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hpcrl.convert.rules import Rule, lost, put, seen
 _ALG, _SAMPLING = "trainer.algorithm.", "generator.sampling_params."
 _ORCHESTRATOR, _LENGTH = "orchestrator.", "orchestrator.train.sampling.max_completion_tokens"
 _IN_BODY = ("top_k", "top_p", "min_p", "repetition_penalty")
-_REDUCTIONS = {"token": "token_mean", "sample": "sequence_mean"}
 
 
 def _steps(source: PrimeSource, conversion: Conversion, path: str) -> None:
@@ -93,19 +92,6 @@ def _body(source: PrimeSource, conversion: Conversion, path: str) -> None:
             )
 
 
-def _loss(source: PrimeSource, conversion: Conversion, path: str) -> None:
-    reduction = _REDUCTIONS.get(source["trainer.loss.normalization"])
-    if path.endswith("normalization"):
-        seen(source, conversion, path, _ALG + "loss_reduction", reduction or "")
-    elif source[path] != "default" or reduction is None:
-        message = f"{source[path]}: expected default; policy_loss_type names another loss, or one of your own (docs/algorithms.md)"
-        lost(source, conversion, path, _ALG + "policy_loss_type", message)
-    else:
-        how = "masked by the difference of probabilities from the rollout (binary_tv), with kl_tau (log π/π_rollout)²"
-        put(source, conversion, path, _ALG + "policy_loss_type", "dppo", how)
-        conversion.values[_ALG + "loss_reduction"] = reduction
-
-
 def _named(value: Any, key: str) -> Any:
     return value.get(key) if isinstance(value, dict) else value
 
@@ -120,29 +106,6 @@ def _advantage(source: PrimeSource, conversion: Conversion, path: str) -> None:
     ):
         message = "expected grpo or default; trainer.algorithm.advantage_estimator has others, under other names (docs/algorithms.md)"
         lost(source, conversion, path, _ALG + "advantage_estimator", message)
-    else:
-        seen(source, conversion, path)
-
-
-def _filters(source: PrimeSource, conversion: Conversion, path: str) -> None:
-    before, left_out = "pre_batch" in path, path not in source.names
-    zero = not before if left_out else False
-    for one in source[path]:
-        if one.get("type") == "zero_advantage":
-            zero = one.get("enforce", True)
-        elif one.get("enforce"):
-            lost(
-                source,
-                conversion,
-                path,
-                "",
-                f"{one.get('type')}: samples are not left out by what they repeat or how rare it is",
-            )
-    if before and zero:
-        put(source, conversion, path, _ALG + "dynamic_sampling.type", "filter", "zero_advantage")
-    elif not before:
-        zero = zero and conversion.values.get(_ALG + "dynamic_sampling.type") != "filter"  # nothing of them is left
-        put(source, conversion, path, _ALG + "zero_variance_filter", zero, "zero_advantage" if zero else "")
     else:
         seen(source, conversion, path)
 
@@ -162,11 +125,7 @@ ALGORITHM: dict[str, Rule[PrimeSource]] = {
     _ORCHESTRATOR + "group_size": _group,
     _ORCHESTRATOR + "max_off_policy_steps": _staleness,
     _ORCHESTRATOR + "max_async_level": _staleness,
-    "trainer.loss.type": _loss,
-    "trainer.loss.normalization": _loss,
     _ORCHESTRATOR + "algorithms": _advantage,
     _ORCHESTRATOR + "advantage": _advantage,
-    _ORCHESTRATOR + "pre_batch_filters": _filters,
-    _ORCHESTRATOR + "post_batch_filters": _filters,
     _ORCHESTRATOR + "seed": _seed,
 }

@@ -15,6 +15,7 @@ from hpcrl.convert.hydra import merge
 from hpcrl.convert.prime.algorithm import ALGORITHM
 from hpcrl.convert.prime.environments import ENVIRONMENTS, has_evaluation
 from hpcrl.convert.prime.fields import PRIME, TARGETS
+from hpcrl.convert.prime.loss import LOSS
 from hpcrl.convert.prime.source import PrimeSource, Tree, is_prime, part_of, read_tree, read_words
 from hpcrl.convert.prime.training import TRAINING
 from hpcrl.convert.rules import Rule, convert_fields
@@ -24,7 +25,7 @@ __all__ = ["TARGETS", "convert_script", "convert_toml", "convert_words", "is_com
 
 _START = re.compile(r"(^|\s)rl\s([^\n]|\\\n)*@", re.MULTILINE)
 
-RULES: dict[str, Rule[PrimeSource]] = ALGORITHM | ENVIRONMENTS | TRAINING
+RULES: dict[str, Rule[PrimeSource]] = ALGORITHM | LOSS | ENVIRONMENTS | TRAINING
 
 
 def convert_toml(texts: Sequence[tuple[str, str]]) -> Conversion:

@@ -13,6 +13,7 @@ _RENAMED = {
 _RENAMED |= {
     "monitors.wandb.": "wandb.",
     "orchestrator.seq_len": "seq_len",
+    "trainer.loss.ipo_threshold": "trainer.loss.eps",
     "trainer.model.experimental.lora.": "trainer.model.lora.",
     "orchestrator.algo": "orchestrator.algorithms",
     "orchestrator.train.algo": "orchestrator.algorithms",

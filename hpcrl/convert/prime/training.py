@@ -15,6 +15,7 @@ _DEPLOYMENT, _MODEL, _LORA, _OPTIMIZER = (
 )
 _ENGINE, _PLACEMENT, _SCHEDULER = "generator.inference_engine.", "trainer.placement.", "trainer.scheduler."
 _ATTENTION = {
+    "auto": (True, None),
     "flash_attention_2": (True, 2),
     "flash_attention_3": (True, 3),
     "sdpa": (False, None),
@@ -143,15 +144,15 @@ def _adapter(source: PrimeSource, conversion: Conversion, path: str) -> None:
 
 
 def _optimizer(source: PrimeSource, conversion: Conversion, path: str) -> None:
+    muon = source["trainer.optim.type"] == "muon"
     if path.endswith("betas1"):
-        put(
-            source,
-            conversion,
-            path,
-            _OPTIMIZER + "adam_betas",
-            [source[path], source["trainer.optim.betas2"]],
-            "betas1 and betas2",
-        )
+        second = 0.95 if muon and "trainer.optim.betas2" not in source.names else source["trainer.optim.betas2"]
+        put(source, conversion, path, _OPTIMIZER + "adam_betas", [source[path], second], "betas1 and betas2")
+    elif path.endswith("mu"):
+        if muon:
+            put(source, conversion, path, _OPTIMIZER + "muon_momentum", source[path])
+        elif path in source.names:
+            conversion.note("dropped", source.names[path], "", "had no effect without optim.type=muon")
     elif path.endswith("betas2"):
         seen(source, conversion, path)
     elif source[path] in (names := {"adamw": "AdamW", "muon": "Muon"}):
@@ -286,7 +287,7 @@ TRAINING: dict[str, Rule[PrimeSource]] = {
     _MODEL + "compile": _compiled,
     _MODEL + "cp": _sequence,
     **{_LORA + last: _adapter for last in ("rank", "alpha", "dropout", "target_modules", "modules_to_save")},
-    **{f"trainer.optim.{last}": _optimizer for last in ("type", "betas1", "betas2")},
+    **{f"trainer.optim.{last}": _optimizer for last in ("type", "betas1", "betas2", "mu")},
     **{_SCHEDULER + last: _schedule for last in ("type", "warmup_steps", "decay_steps", "min_lr")},
     "ckpt.interval": _checkpoints,
     "wandb.project": _name,

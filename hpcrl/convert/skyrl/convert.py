@@ -146,6 +146,7 @@ def _complete(source: SkyrlSource, conversion: Conversion) -> None:
         _placement,
         left_out_cap,
         cispo_bounds,
+        _eager,
         settled,
         engine_options,
         _eval_sampling,
@@ -272,6 +273,14 @@ def _old_loss(source: SkyrlSource, conversion: Conversion) -> None:
             reduction,
             "left out: the old policy loss is a mean over samples of means over their tokens",
         )
+
+
+def _eager(source: SkyrlSource, conversion: Conversion) -> None:
+    """Report the default of enforce_eager that the run gets, as SkyRL's pull request 1818 has changed it."""
+    path = _ENGINE + "enforce_eager"
+    if not source.old and path not in source.names:
+        message = "left out: false, SkyRL's default since June 2026; from October 2025 until then it was true"
+        conversion.note("translated", path, path, message)
 
 
 def _placement(source: SkyrlSource, conversion: Conversion) -> None:

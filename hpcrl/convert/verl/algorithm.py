@@ -162,7 +162,7 @@ def _filter_groups(source: VerlSource, conversion: Conversion, path: str) -> Non
     elif path.endswith("enable"):
         put(source, conversion, path, _ALG + "dynamic_sampling.type", "filter", "true")
     elif path.endswith("metric"):
-        same = source[path] in (None, "seq_reward", "seq_final_reward", "score")
+        same = source[path] in (None, "reward", "seq_reward", "seq_final_reward", "score")
         message = f"{source[path]} decides in verl whether a group is equal, here the reward itself, a penalty of length included"
         if path in source.names:
             conversion.note("mapped" if same else "differs", source.names[path], "", "" if same else message)
