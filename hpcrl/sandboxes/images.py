@@ -113,9 +113,13 @@ class ImageStore:
             raise
         return image
 
+    def names(self) -> list[str]:
+        """Return the names of all images, in order."""
+        return sorted(name.removesuffix(".json") for name in children(self._path) if name.endswith(".json"))
+
     def list(self) -> list[Image]:
         """Return all images, by name."""
-        return [self.find(name) for name in self._names()]
+        return [self.find(name) for name in self.names()]
 
     def find(self, name: str) -> Image:
         """Return an image.
@@ -127,7 +131,7 @@ class ImageStore:
         path = self._record(name)
         record = read_object(path, _REMEDY) if _NAME.fullmatch(name) else None
         if record is None:
-            known = self._names()
+            known = self.names()
             raise DataError(
                 f"there is no image {name!r:.100}{did_you_mean(name, known)}; "
                 f"`hpcrl image add NAME SOURCE` stores one; there are: {', '.join(known) or 'none'}"
@@ -225,9 +229,6 @@ class ImageStore:
     def _expect_free(self, name: str) -> None:
         if self._record(name).exists():
             raise DataError(f"there is an image {name} already: choose another name, or `hpcrl image rm {name}`")
-
-    def _names(self) -> list[str]:
-        return sorted(name.removesuffix(".json") for name in children(self._path) if name.endswith(".json"))
 
     def _record(self, name: str) -> Path:
         return self._path / f"{name}.json"

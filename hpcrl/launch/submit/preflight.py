@@ -48,6 +48,7 @@ from hpcrl.launch.submit.models import (
 )
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.launch.submit.own_rewards import check_own_rewards
+from hpcrl.launch.submit.sandbox_images import missing_of_network, missing_of_rows
 from hpcrl.launch.submit.teacher import check_precomputed, check_teacher_tokens
 from hpcrl.launch.submit.tokenizer import TRIED, bomb, check_prompts, check_tokenizer, has_tokenizer
 from hpcrl.launch.submit.truths import check_truths
@@ -124,6 +125,7 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
         *warnings_of_alerts,
         *warnings_of_data,
         *warnings_of_template,
+        *missing_of_network(config),
         *missing_secrets(config),
     ]
 
@@ -279,6 +281,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             of_truths, warnings_of_truths = check_truths(name, source, kinds, config, _changed(source))
             problems += of_truths
             warnings += warnings_of_truths
+            warnings += missing_of_rows(name, source, kinds, config)
         except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
             if package := missing_package(error):
                 warnings.append(f"{name}: the first row of {path} {not_tried(package)}")

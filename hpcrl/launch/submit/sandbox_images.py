@@ -1,0 +1,59 @@
+"""Names, before submission, images of sandboxes that the root of runs lacks: their samples would fail behind the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.data.datasets import row_reader
+from hpcrl.data.sources import Source
+from hpcrl.envs.registry import environment_class, is_agent
+from hpcrl.envs.tasks.sandbox import SandboxEnvironment
+from hpcrl.errors import did_you_mean
+from hpcrl.launch.submit.truths import spread
+from hpcrl.rundir.layout import root_of
+from hpcrl.sandboxes.images import ImageStore
+from hpcrl.types import Kind
+
+_ROWS, _READ_S, _MOST_SHOWN = 1000, 5.0, 5
+
+
+def missing_of_network(config: Config) -> Iterator[str]:
+    """Yield a warning where slurm.sandboxes.network names images that are not there."""
+    if config.sandbox_servers:
+        yield from _warning("slurm.sandboxes.network", config, config.slurm.sandboxes.network)
+
+
+def missing_of_rows(setting: str, source: Source, kinds: Sequence[Kind], config: Config) -> Iterator[str]:
+    """Yield a warning where rows of a file name images that are not there: of up to `_ROWS` rows, evenly spaced.
+
+    Args:
+        setting: that names the file.
+        kinds: what the rows serve.
+
+    Raises:
+        DataError: a row cannot be read.
+    """
+    if not config.sandbox_servers:
+        return
+    read = row_reader(source, kinds, config.data, config.environment, config.generator.max_turns)
+    prompts = (read(row, number) for number, row in spread(source.rows(), _ROWS, _READ_S))
+    named = (prompt.extras.get("image") for prompt in prompts if _has_sandbox(prompt.env_class))
+    yield from _warning(f"{setting}: {source.location}", config, (name for name in named if isinstance(name, str)))
+
+
+def _has_sandbox(env_class: str) -> bool:
+    found = environment_class(env_class)
+    return found is SandboxEnvironment or is_agent(found)
+
+
+def _warning(subject: str, config: Config, named: Iterable[str]) -> Iterator[str]:
+    root = Path(root_of(config.slurm.root))
+    there, wanted = ImageStore(root).names(), dict.fromkeys(named)
+    if missing := [name for name in wanted if name not in there]:
+        shown = ", ".join(missing[:_MOST_SHOWN]) + (", …" if len(missing) > _MOST_SHOWN else "")
+        yield (
+            f"{subject} has images that {root} lacks: {shown}{did_you_mean(missing[0], there)}; "
+            f"what needs one fails until `hpcrl image add NAME SOURCE --root {root}` has stored it"
+        )
