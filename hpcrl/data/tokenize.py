@@ -31,6 +31,7 @@ from hpcrl.data.vision.reader import ImageReader, Preparation
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.signals import die_with_parent
 from hpcrl.text import metric_name
 
 HELD_OUT = "held_out"
@@ -322,7 +323,7 @@ def tokenized(source: Source, recipe: Recipe, workers: int = 0, ahead: int = AHE
         for part in parts:
             yield from _rendered(*part)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _prepare, (recipe,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (recipe,)) as pool:
         waiting = deque[Future[list[list[Tokens]]]]()
         for part in parts:
             waiting.append(pool.submit(_rendered, *part))
@@ -340,6 +341,12 @@ def _parts(source: Source, size: int) -> Iterator[tuple[str, Path, int, list[Any
 
 
 _OF_PROCESS = list[tuple[Recipe, RowRenderer]]()
+
+
+def _begin(recipe: Recipe) -> None:
+    """Prepare a further process. It has an end of each pipe of the pool, and would wait for rows for ever where this run's process is killed."""
+    die_with_parent()
+    _prepare(recipe)
 
 
 def _prepare(recipe: Recipe) -> None:

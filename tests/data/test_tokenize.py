@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -26,7 +32,7 @@ from hpcrl.data.tokenize import (
 )
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.layout import Run
-from tests.paths import CONFIGS
+from tests.paths import CONFIGS, ROOT
 
 _ATTEMPTS = count(1)
 LETTERS = "abcdefghijkl"
@@ -87,6 +93,37 @@ def test_several_processes_make_the_same_in_the_same_order(tmp_path: Path) -> No
     bad = Source(write(tmp_path / "bad.jsonl", [*TALKS, {"conversations": 3}]))
     with pytest.raises(DataError, match=r"bad.jsonl, row 600: expected a list of chat messages, found 3"):
         list(tokenized(bad, recipe, workers=1))
+
+
+KILLED = """
+import multiprocessing, os, signal, sys
+from hpcrl.config import Config
+from hpcrl.data.sources import Source
+from hpcrl.data.tokenize import Recipe, tokenized
+
+if __name__ == "__main__":
+    rows = tokenized(Source(sys.argv[1]), Recipe.of(Config.from_toml([sys.argv[2]])), workers=1, ahead=1)
+    next(rows)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_further_processes_end_with_the_one_that_they_make_rows_for(tmp_path: Path) -> None:
+    program, source = tmp_path / "program.py", write(tmp_path / "rows.jsonl", TALKS)
+    program.write_text(KILLED)
+    command = [sys.executable, str(program), source, str(CONFIGS / "sft_tiny.toml")]
+    with (tmp_path / "worker").open("w") as out:  # of a pipe the worker would have an end
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=out, check=False)
+    worker = int((tmp_path / "worker").read_text())
+    try:
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{worker}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_long_rows_are_cut_dropped_or_refused_and_counted(run: Run, tmp_path: Path) -> None:
