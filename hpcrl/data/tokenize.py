@@ -6,12 +6,14 @@ them (hpcrl/launch/inputs.py).
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from hpcrl.data.vision.reader import ImageReader, Preparation
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.signals import die_with_parent
 from hpcrl.text import metric_name
 
 HELD_OUT = "held_out"
@@ -345,8 +346,15 @@ _OF_PROCESS = list[tuple[Recipe, RowRenderer]]()
 
 def _begin(recipe: Recipe) -> None:
     """Prepare a further process. It has an end of each pipe of the pool, and would wait for rows for ever where this run's process is killed."""
-    die_with_parent()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _prepare(recipe)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _prepare(recipe: Recipe) -> None:
