@@ -155,6 +155,35 @@ def test_the_times_of_calls() -> None:
     play(main)
 
 
+def test_giving_up_a_call_that_waits_for_a_place_adds_no_time_with_calls() -> None:
+    """The share of a processor is that of the time in which calls run, here all of it."""
+
+    def computes() -> None:
+        end = time.thread_time() + SLOW_S
+        while time.thread_time() < end:
+            pass
+
+    async def main() -> None:
+        threads, go = CallThreads(1, 300.0), threading.Event()
+
+        def waits() -> None:
+            with WAITING.get()():
+                assert go.wait(60)
+
+        last = threads.call(waits, opens=True)
+        await asyncio.to_thread(wait_until, lambda: last.waits)
+        await threads.call(computes).result()
+        threads.take_metrics()
+        await threads.call(computes).result()
+        busy_s = threads._times._busy_s
+        time.sleep(SLOW_S)
+        assert threads.give_up(last, lambda: None)
+        go.set()
+        assert threads._times._busy_s == busy_s
+
+    play(main)
+
+
 def test_errors_are_raised_where_they_are_awaited() -> None:
     def ends() -> None:
         raise StopIteration
