@@ -140,6 +140,20 @@ def test_a_start_of_a_sandbox_waits_without_a_thread() -> None:
     play(main)
 
 
+def test_the_start_of_a_sandbox_ends_with_its_call() -> None:
+    """Else it would take a place that samples wait for, up to ten minutes after its own was given up."""
+    ended = threading.Event()
+
+    async def main() -> None:
+        threads = CallThreads(1, 30.0)
+        started = threads.call(lambda: Sandboxes(list).start("image", wait_s=600.0), opens=True)
+        await asyncio.to_thread(wait_until, lambda: started.waits)
+        assert threads.give_up(started, ended.set)
+        assert await asyncio.to_thread(ended.wait, 60)
+
+    play(main)
+
+
 def test_the_times_of_calls() -> None:
     """Four calls of which two run at a time; calls that wait have no processor."""
 
