@@ -376,12 +376,12 @@ def dppo(
 ) -> Values:
     """Return the loss of the tokens inside a trust region of divergence from the rollout (DPPO, arXiv:2602.04879, equations 11 to 14).
 
-    On the way back to the rollout nothing is in a token's way. The divergence is that between two outcomes, this token or any
+    On the way back to the rollout nothing is in a token's way, unless two_sided. The divergence is that between two outcomes, this token or any
     other: binary_tv, |pi - pi_rollout|, or binary_kl, KL(rollout || policy). Unlike a ratio, it lets rare tokens move, and holds
     frequent ones.
 
     Formula:
-        -π/π_rollout A, 0 where the divergence from the rollout is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen); + kl_tau (log π/π_rollout)²
+        -π/π_rollout A, 0 where the divergence is above delta_high (A > 0, π risen) or delta_low (A < 0, π fallen), two_sided: any A; + kl_tau (log π/π_rollout)²
     Use:
         large vocabularies: a ratio clips rare tokens too soon and frequent ones too late
     Args:

@@ -54,9 +54,9 @@ def memory_problems_apart(configs: Sequence[Config]) -> list[str]:
 
 @cache
 def _problems_apart(texts: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.planning.layouts"], input=texts, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "hpcrl.planning.layouts"]
+    # Ctrl-C is for this process, which then ends that one
+    done = subprocess.run(command, input=texts, stdout=subprocess.PIPE, text=True, start_new_session=True)
     count = len(json.loads(texts))
     try:
         problems = json.loads(done.stdout)

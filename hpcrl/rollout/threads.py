@@ -344,9 +344,10 @@ class CallThreads:
 
     def _leave(self, call: Call[Any], now: float) -> None:
         """Count a call as running no more. The lock is held."""
-        self._running.discard(call)
-        if not self._running:
-            self._times.set_busy(False, now)
+        if call in self._running:  # else it waits for a place, and has left before
+            self._running.remove(call)
+            if not self._running:
+                self._times.set_busy(False, now)
 
     def _end(self, call: Call[Any], loop: asyncio.AbstractEventLoop) -> bool:
         """Note that a call has ended; return whether its thread goes on."""

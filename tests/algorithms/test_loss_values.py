@@ -54,11 +54,14 @@ def test_dppo_bounds_the_difference_of_probabilities(
 
 @pytest.mark.parametrize(
     ("probability", "advantage", "counts"),
-    [(0.75, 1.0, False), (0.75, -1.0, False), (0.25, 1.0, False), (0.25, -1.0, False), (0.69, -1.0, True)],
+    [
+        *((risen, advantage, risen == 0.69) for risen in (0.69, 0.75) for advantage in (1.0, -1.0)),
+        *((fallen, advantage, fallen == 0.25) for fallen in (0.25, 0.15) for advantage in (1.0, -1.0)),
+    ],
 )
 def test_two_sided_dppo_bounds_tokens_of_any_advantage(probability: float, advantage: float, counts: bool) -> None:
     tokens = one_token(probability, 0.5, advantage)
-    loss, sums = dppo(tokens, **TV, two_sided=True)
+    loss, sums = dppo(tokens, **{**TV, "delta_low": 0.3}, two_sided=True)
     assert loss.item() == pytest.approx(-probability / 0.5 * advantage if counts else 0.0)
     loss.backward()
     assert tokens.logprobs.grad is not None

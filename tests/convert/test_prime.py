@@ -25,7 +25,6 @@ REFUSED = {
     "acereason": {
         "orchestrator.env": "older interface",
         "orchestrator.eval.env": "older interface",
-        "orchestrator.batch_size": "found None",
         "orchestrator.eval.group_size": "have 1, 32",
     },
     "alphabet_sort_2025": {"orchestrator.env": "older interface"},
@@ -112,6 +111,7 @@ def test_evaluation_and_adapters(tmp_path: Path) -> None:
         ('trainer.loss.type = "cispo"', "expected ipo, icepop or default"),
         ("trainer.loss.max_importance_ratio = 2.0", "exp(20)"),
         ('trainer.loss = { type = "icepop", ratio_low = "low" }', "expected a number"),
+        ('trainer.loss = { type = "ppo", ratio_low = 0.9 }', "of the loss ppo, which has no place here"),
         ("trainer.loss.adv_tau = 0.5", "scale the rewards"),
         ("trainer.loss.mask_ratio_low = 0.1", "of the loss of 2025"),
         ('trainer.optim.type = "sgd"', "expected adamw or muon"),
@@ -147,6 +147,13 @@ def test_schedules(given: str, expected: tuple[Any, ...], tmp_path: Path) -> Non
     optimizer = load(converted(text), tmp_path).trainer.policy.optimizer_config
     found = (optimizer.scheduler, optimizer.num_warmup_steps, optimizer.decay_ratio, optimizer.min_lr_factor)
     assert found == pytest.approx(expected)
+
+
+def test_a_batch_that_is_left_out(tmp_path: Path) -> None:
+    text = REVERSE_TEXT.replace("\nbatch_size = 128\n", "\n")
+    assert load(converted(text), tmp_path).trainer.train_batch_size == 128 // 16
+    in_tokens = convert_toml([(text, "rl.toml"), ("orchestrator.token_batch_size = 4096", "more.toml")])
+    assert "found None" in complaints(in_tokens)["orchestrator.batch_size"]
 
 
 IPO, DPPO, ICEPOP = ("dppo", True), ("dppo", False), ("rollout_is", False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -342,3 +344,30 @@ def test_a_process_whose_asker_was_killed_ends_quietly(asked: bytes) -> None:
         process.stdin.write(asked)
         process.stdin.close()
         assert process.stderr.read() == b""
+
+
+def catches_sigint(process: str) -> bool:
+    """Return whether Python has started in the process that compares memory."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes()
+        caught = Path(f"/proc/{process}/status").read_text().partition("SigCgt:")[2].split()[0]
+    except (OSError, IndexError):  # it has ended
+        return False
+    return b"-m\0hpcrl.planning.layouts" in command and bool(int(caught, 16) >> (signal.SIGINT - 1) & 1)
+
+
+def test_ctrl_c_ends_the_process_that_compares_memory_quietly() -> None:
+    """The terminal sends SIGINT to all processes of its foreground group."""
+    asks = "from hpcrl.planning.layouts import memory_problems_apart as ask\ntry:\n    ask([])\nexcept KeyboardInterrupt:\n    exit(130)"
+    with subprocess.Popen(
+        [sys.executable, "-c", asks], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        children, comparing = Path(f"/proc/{process.pid}/task/{process.pid}/children"), list[str]()
+        deadline = time.monotonic() + 60
+        while not comparing:
+            assert time.monotonic() < deadline
+            comparing = list(filter(catches_sigint, children.read_text().split()))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stderr
+        assert process.stderr.read() == "", "until both have ended"
+        assert process.wait() == 130

@@ -140,6 +140,20 @@ def test_a_start_of_a_sandbox_waits_without_a_thread() -> None:
     play(main)
 
 
+def test_the_start_of_a_sandbox_ends_with_its_call() -> None:
+    """Else it would take a place that samples wait for, up to ten minutes after its own was given up."""
+    ended = threading.Event()
+
+    async def main() -> None:
+        threads = CallThreads(1, 30.0)
+        started = threads.call(lambda: Sandboxes(list).start("image", wait_s=600.0), opens=True)
+        await asyncio.to_thread(wait_until, lambda: started.waits)
+        assert threads.give_up(started, ended.set)
+        assert await asyncio.to_thread(ended.wait, 60)
+
+    play(main)
+
+
 def test_the_times_of_calls() -> None:
     """Four calls of which two run at a time; calls that wait have no processor."""
 
@@ -151,6 +165,35 @@ def test_the_times_of_calls() -> None:
         assert found["generate/call_queue_seconds"] > SLOW_S / 4
         assert found["generate/call_cpu_share"] < 0.5
         assert threads.take_metrics() == {}
+
+    play(main)
+
+
+def test_giving_up_a_call_that_waits_for_a_place_adds_no_time_with_calls() -> None:
+    """The share of a processor is that of the time in which calls run, here all of it."""
+
+    def computes() -> None:
+        end = time.thread_time() + SLOW_S
+        while time.thread_time() < end:
+            pass
+
+    async def main() -> None:
+        threads, go = CallThreads(1, 300.0), threading.Event()
+
+        def waits() -> None:
+            with WAITING.get()():
+                assert go.wait(60)
+
+        last = threads.call(waits, opens=True)
+        await asyncio.to_thread(wait_until, lambda: last.waits)
+        await threads.call(computes).result()
+        threads.take_metrics()
+        await threads.call(computes).result()
+        busy_s = threads._times._busy_s
+        time.sleep(SLOW_S)
+        assert threads.give_up(last, lambda: None)
+        go.set()
+        assert threads._times._busy_s == busy_s
 
     play(main)
 

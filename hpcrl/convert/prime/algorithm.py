@@ -45,7 +45,8 @@ def _lengths(source: PrimeSource, conversion: Conversion, path: str) -> None:
 
 
 def _batch(source: PrimeSource, conversion: Conversion, path: str) -> None:
-    samples, group = source[path], source.number(_ORCHESTRATOR + "group_size")
+    group, in_tokens = source.number(_ORCHESTRATOR + "group_size"), _ORCHESTRATOR + "token_batch_size" in source.names
+    samples = None if in_tokens and path not in source.names else source[path]  # a batch of tokens has no default
     if not isinstance(samples, int) or samples % group:
         message = f"expected a number of samples that group_size, {group}, divides; found {samples}"
         lost(source, conversion, path, "trainer.train_batch_size", message)

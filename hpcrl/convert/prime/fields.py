@@ -1,4 +1,4 @@
-"""prime-rl's settings (July 2026, and those of 2025 that its published files have): names, defaults, and what becomes of each here."""
+"""prime-rl's settings (autumn 2026, and those of 2025 that its published files have): names, defaults, and what becomes of each here."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from hpcrl.convert.prime.source import PrimeSource
 from hpcrl.convert.rules import Rule, lost, put, seen
 
 _ALG, _LOSS = "trainer.algorithm.", "trainer.loss."
+_LOSSES = ("ipo", "icepop", "default")
 _REDUCTIONS = {"token": "token_mean", "sample": "sequence_mean"}
 _BEFORE = {
     _LOSS + "type": ("August 27", "default"),
@@ -72,7 +73,7 @@ def _kind(source: PrimeSource) -> str:
 
 def _type(source: PrimeSource, conversion: Conversion, path: str) -> None:
     kind, reduction = _kind(source), _REDUCTIONS.get(source[_LOSS + "normalization"])
-    if kind not in ("ipo", "default", "icepop") or reduction is None:
+    if kind not in _LOSSES or reduction is None:
         message = f"{kind}: expected ipo, icepop or default; policy_loss_type names another loss, or one of your own (docs/algorithms.md)"
         lost(source, conversion, path, _ALG + "policy_loss_type", message)
         return
@@ -102,15 +103,24 @@ def _bound(source: PrimeSource, conversion: Conversion, path: str) -> None:
             put(source, conversion, path, target, away, "its distance from 1")
         else:
             lost(source, conversion, path, target, f"expected a number; found {value_as_toml(bound)}")
-    elif path in source.names:
+    else:
+        _unused(source, conversion, path)
+
+
+def _unused(source: PrimeSource, conversion: Conversion, path: str) -> None:
+    """Note a given setting of another loss, or of one that has no place here."""
+    kind = _kind(source)
+    if path in source.names and kind in _LOSSES:
         conversion.note("dropped", source.names[path], "", f"had no effect with loss.type={kind}")
+    elif path in source.names:
+        lost(source, conversion, path, "", f"of the loss {kind}, which has no place here")
 
 
 def _divergence(source: PrimeSource, conversion: Conversion, path: str) -> None:
-    if (kind := _kind(source)) in ("ipo", "default"):
+    if _kind(source) in ("ipo", "default"):
         _put_changed(source, conversion, path, _ALG + "dppo.kl_tau", _value(source, path))
-    elif path in source.names:
-        conversion.note("dropped", source.names[path], "", f"had no effect with loss.type={kind}")
+    else:
+        _unused(source, conversion, path)
 
 
 def _normalization(source: PrimeSource, conversion: Conversion, path: str) -> None:

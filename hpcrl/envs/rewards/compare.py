@@ -32,6 +32,9 @@ def main(seconds: float) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     logging.disable()
+    # who asks ends with them, and takes a process that a signal has ended for a wrong answer
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)
     for one in (signal.SIGPROF, signal.SIGPIPE):  # the latter: who asks was killed
         signal.signal(one, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

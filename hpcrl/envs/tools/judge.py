@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, TypeVar
 
 from hpcrl.config.sections.environment import LLMJudgeConfig
@@ -85,8 +86,9 @@ class JudgeModel:
 def at_once(ask: Callable[[S], T], each: Iterable[S]) -> list[T | NoVerdict]:
     """Return what the judge answers about each of several things, of which at most 8 are asked at once; the error where an answer has no verdict.
 
-    Further errors are those of `ask`, and end the others; none is asked about once the call of the reward has been given up.
+    Further errors are those of `ask`. After one, as after an interrupt, or once the call of the reward has been given up, no request begins.
     """
+    given_up, over = GIVEN_UP.get(), Event()
 
     def asked(one: S) -> T | NoVerdict:
         try:
@@ -94,8 +96,14 @@ def at_once(ask: Callable[[S], T], each: Iterable[S]) -> list[T | NoVerdict]:
         except NoVerdict as error:
             return error
 
-    with ThreadPoolExecutor(_AT_ONCE, initializer=GIVEN_UP.set, initargs=(GIVEN_UP.get(),)) as threads:
-        return list(threads.map(asked, each))
+    def unwanted() -> bool:
+        return over.is_set() or given_up()
+
+    with ThreadPoolExecutor(_AT_ONCE, initializer=GIVEN_UP.set, initargs=(unwanted,)) as threads:
+        try:
+            return list(threads.map(asked, each))
+        finally:
+            over.set()
 
 
 @dataclass(frozen=True)

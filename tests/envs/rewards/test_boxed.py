@@ -139,6 +139,21 @@ def test_a_process_that_died_while_nothing_was_asked_is_no_wrong_answer() -> Non
     assert comparers.same("7", "7") is True
 
 
+def test_a_signal_to_the_group_is_no_wrong_answer() -> None:
+    """As Ctrl-C, or the end of a job: it comes while the answer is awaited."""
+    comparers = boxed._Comparers()
+    assert comparers.same("7", "7")
+    (process,) = comparers._idle
+    process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(comparers.same, "7", "7")
+        time.sleep(0.1)
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+            process.send_signal(one)
+        assert found.result() is True
+    assert comparers._idle == [process]
+
+
 def test_a_question_that_did_not_arrive_is_asked_again() -> None:
     deaf = subprocess.Popen(
         ["sh", "-c", "exec 0<&-; echo; exec sleep 0.5"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -130,3 +130,16 @@ def test_nothing_more_is_asked_for_a_group_that_was_given_up(cancelled: bool, st
 
         asyncio.run(main())
     assert len(server.asked) == 8
+
+
+def test_an_error_ends_the_tries_about_the_other_samples() -> None:
+    """Each of them lasts two minutes, in which Ctrl-C too would have to wait."""
+    group = [GroupSample(text=f"<{number}>", reward=1.0, messages=PROMPT) for number in range(8)]
+
+    def judge(asked: Asked) -> tuple[int, Any]:
+        return (400 if "<0>" in asked.json["messages"][1]["content"] else 503), {}
+
+    with serving(judge) as server:
+        with pytest.raises(ServiceError, match="it answered 400"):
+            WeightedGroupRewards({"rubric_judge": 1.0}, environment(server.url, rubric="Polite?"))(group)
+        assert len(server.asked) < 40
