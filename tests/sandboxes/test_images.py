@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import tarfile
@@ -316,7 +317,8 @@ def test_files_that_may_not_be_read_are_named() -> None:
 
 APPTAINER = """#!/bin/sh
 case "$*" in
-    "build --sandbox "*) mkdir -p "$3/etc" && cp {file} "$3/etc/two" ;;
+    "build --sandbox "*) [ "${{3%/*}}" = "$TMPDIR" ] && mkdir -p "$3/etc" && cp {file} "$3/etc/two" ;;
+    "pull "*) [ "${{2%/*}}" = "$TMPDIR" ] && cp {file}.sif "$2" ;;
     *exec*) [ -z "$SECRET" ] && printf '%s\\0' APPTAINER_NAME=a.sif HOME=/root PATH=/opt/bin:/bin 'LINES=a
 b' ;;
     *) exit 1 ;;
@@ -329,7 +331,7 @@ def test_a_sif_file_is_unpacked_by_apptainer(
 ) -> None:
     """A program stands in for it."""
     (tmp_path / "two").write_text("2")
-    program, source = tmp_path / "bin" / "apptainer", tmp_path / "a.sif"
+    program, source = tmp_path / "bin" / "apptainer", tmp_path / "two.sif"
     program.parent.mkdir()
     program.write_text(APPTAINER.format(file=tmp_path / "two"))
     program.chmod(0o755)
@@ -340,8 +342,13 @@ def test_a_sif_file_is_unpacked_by_apptainer(
     assert image.environment == {"PATH": "/opt/bin:/bin", "LINES": "a\nb"}
     assert files(unpacked(store, "x", tmp_path / "node")) == {"etc/two": "2"}
     program.write_text(APPTAINER.format(file=tmp_path / "two").replace("[ -z", "[ -n"))
-    with pytest.raises(DataError, match=r"expected the variables of its programs from `.*a\.sif env -0`"):
+    with pytest.raises(DataError, match=r"expected the variables of its programs from `.*two\.sif env -0`"):
         store.add("y", source)
+    for name in ("timeout", "mkdir", "cp"):
+        (program.parent / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(program.parent))
+    with pytest.raises(DataError, match=r"docker://there/tiny: expected .* from `.* docker://there/tiny env -0`"):
+        store.add("y", "docker://there/tiny")
 
 
 @pytest.mark.containers
