@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import DataError, SandboxError
@@ -20,6 +19,8 @@ from hpcrl.runtime.scratch import Scratch
 from hpcrl.sandboxes.images import Image, ImageStore
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
+
+R = TypeVar("R")
 
 MOST_REQUESTS = 4
 """Of a sandbox at a time."""
@@ -136,7 +137,7 @@ class NodeSandboxes:
             image = self._images.find(name)
             with self._lock:
                 self._starting[digest] = image.digest
-            sandbox = self._start(image, network, snapshot)
+            sandbox = self._with_room(lambda: self._start(image, network, snapshot))
             with self._lock:
                 if not self._closed:
                     self._held[digest] = Leased(sandbox, image.digest, client, self._lease_end(), snapshot or "")
@@ -153,7 +154,8 @@ class NodeSandboxes:
             raise NodeFull(_ENDS)
 
     def _start(self, image: Image, network: bool, snapshot: str | None) -> Sandbox:
-        tree, scratch = self._unpacked(image), self._scratch.path
+        scratch = self._scratch.path
+        tree = self._images.unpack(image, scratch, self._expect_open)
 
         def start(changes: IO[bytes] | None) -> Sandbox:
             return Sandbox(
@@ -172,11 +174,11 @@ class NodeSandboxes:
         with self._snapshots.opened(snapshot) as changes:
             return start(changes)
 
-    def _unpacked(self, image: Image) -> Path:
-        """Return the directory of an image. Those that no sandbox uses are removed where the disk has no room for it."""
+    def _with_room(self, act: Callable[[], R]) -> R:
+        """Return what `act` returns. Where the disk has no room for it, images that no sandbox uses are removed, and it is called again."""
         while True:
             try:
-                return self._images.unpack(image, self._scratch.path, self._expect_open)
+                return act()
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
@@ -212,7 +214,7 @@ class NodeSandboxes:
     def keep(self, key: str, only: Sequence[str] = ()) -> str:
         """Keep a snapshot of a sandbox, with `only` of what is at and below these absolute paths; return its name."""
         with self.use(key) as held:
-            held.made = self._snapshots.put(held.sandbox, only)
+            held.made = self._with_room(lambda: self._snapshots.put(held.sandbox, only))
             return held.made
 
     def hold_snapshots(self) -> None:
