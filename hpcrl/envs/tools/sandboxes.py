@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from hpcrl.envs.base import WAITING
+from hpcrl.envs.base import GIVEN_UP, WAITING
 from hpcrl.envs.tools.http import GivenUp, Peer
 from hpcrl.envs.tools.requests import Compressed, ServiceAnswer, build_request, in_background, send
 from hpcrl.errors import DeviceError, SandboxError, ServiceError
@@ -85,12 +85,14 @@ class Sandboxes:
         Raises:
             SandboxError: there is no such image or snapshot, or the image may have no network.
             DeviceError: no server of the run will ever start one.
-            ServiceError: no server has started one in time.
+            ServiceError: no server has started one in time, or nobody waits for it any more.
         """
         asked = {"image": image, "network": network, "snapshot": snapshot or ""}
         content = json.dumps(asked | self._client).encode()
         deadline, wait, why = time.monotonic() + wait_s, _FIRST_WAIT_S, "no server is there"
         while True:
+            if GIVEN_UP.get()():
+                raise ServiceError(f"no sandbox of image {image!r}: nobody waits for it any more")
             servers, gone = self._servers(), 0
             first = next(self._turn) % max(1, len(servers))
             for server in (*servers[first:], *servers[:first]):
