@@ -24,9 +24,10 @@ from hpcrl.cli.main import main
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxError
-from hpcrl.sandboxes.trees import TreeBounds
+from hpcrl.sandboxes.trees import TreeBounds, read_tree
 from tests.containers import missing
 from tests.sandboxes.material import make_rootfs
+from tests.sandboxes.test_sandbox import room_for
 
 Entry = tuple[str, str | bytes, Mapping[str, Any]]
 OWN = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
@@ -239,6 +240,17 @@ def test_archives_that_want_to_harm_are_refused(
     assert store.list() == []
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "oci", "runs"}
     assert [path.name for path in (tmp_path / "runs" / ".images").iterdir()] == []
+
+
+def test_a_link_that_a_node_cannot_make_now_is_no_damage(tmp_path: Path) -> None:
+    """Its disk was full, for instance: the image was to be removed and added again, and no other node was asked."""
+    tiny, root = layer(folder("a"), entry("a/x", "x"), hard("b", "a/x")), os.open(tmp_path, os.O_RDONLY)
+    try:
+        with room_for(2), pytest.raises(OSError, match="Too many open files"):
+            read_tree(io.BytesIO(tiny), root, TreeBounds(1 << 20, 3))
+    finally:
+        os.close(root)
+    assert files(tmp_path) == {"a/x": "x"}
 
 
 def test_links_of_an_image_lead_nowhere_outside(store: ImageStore, tmp_path: Path) -> None:
