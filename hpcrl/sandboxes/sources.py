@@ -27,7 +27,7 @@ _DOCKERFILE = "Dockerfile"
 _SIF, _SIF_AT = b"SIF_MAGIC", 32
 _CONTAINED = ("--contain", "--pid", "--ipc", "--pwd=/")  # --containall would set LANG before the image does
 _OF_APPTAINER = re.compile(r"(APPTAINER|SINGULARITY)_\w+|PS1|PROMPT_COMMAND|USER_PATH|HOME|PWD")
-_BOUNDED = ("timeout", "--foreground", "--kill-after=5", "60")
+_BOUNDED = ("timeout", "--foreground", "--kill-after=5", "600")
 _LARGEST_ENVIRONMENT = 1 << 20
 _LARGEST_JSON = 16 << 20
 _MOST_INDEXES = 4
@@ -260,7 +260,9 @@ def _of_sif(source: Path, place: Path, named: str) -> ImageSource:
     if done.returncode != 0:
         raise DataError(f"{named}: apptainer cannot unpack it: {done.stderr.strip()[-400:]}")
     begin, end = [program, "--silent", "exec", *_CONTAINED], ["env", "-0"]
-    outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # it hands others on
+    # it hands others on; without squashfuse, it unpacks the file once more
+    outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    outside |= dict.fromkeys(("APPTAINER_TMPDIR", "SINGULARITY_TMPDIR"), str(place))
     with subprocess.Popen([*_BOUNDED, *begin, str(source), *end], stdout=subprocess.PIPE, env=outside) as shown:
         assert shown.stdout
         content = shown.stdout.read(_LARGEST_ENVIRONMENT)

@@ -331,7 +331,7 @@ APPTAINER = """#!/bin/sh
 case "$*" in
     "build --sandbox "*) [ "${{3%/*}}" = "$TMPDIR" ] && mkdir -p "$3/etc" && cp {file} "$3/etc/two" ;;
     "pull "*) [ "${{2%/*}}" = "$TMPDIR" ] && cp {file}.sif "$2" ;;
-    *exec*) [ -z "$SECRET" ] && printf '%s\\0' APPTAINER_NAME=a.sif HOME=/root PATH=/opt/bin:/bin 'LINES=a
+    *exec*) [ -z "$SECRET" ] && printf '%s\\0' "APPTAINER_TMPDIR=${{APPTAINER_TMPDIR:?}}" HOME=/root PATH=/opt/bin:/bin 'LINES=a
 b' ;;
     *) exit 1 ;;
 esac
