@@ -226,6 +226,8 @@ class SandboxCommand:
         if self.sandbox.out_of_memory(self.begun):
             return Ended(None, "memory")
         self.sandbox.expect_answer()
+        if message is not None:  # as where its user has too many processes on the node
+            raise SandboxError(f"the program did not begin: {message['error']}")
         return Ended(None, "killed")
 
     def close(self) -> None:
@@ -276,9 +278,8 @@ class Sandbox:
             self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with other:
                 own.enter_context(self._owner)
-                self._alive, held = (
-                    socket.socketpair()
-                )  # all processes of the sandbox but its programs have the other end
+                # all processes of the sandbox but its programs have the other end
+                self._alive, held = socket.socketpair()
                 with held:
                     own.enter_context(self._alive)
                     self._process = subprocess.Popen(

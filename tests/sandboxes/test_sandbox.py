@@ -92,6 +92,15 @@ def test_what_ends_with_its_sandbox_is_lost_with_it(start: Callable[..., Sandbox
         list(pieces)
 
 
+def test_a_program_for_which_there_are_too_many_processes_was_not_killed(start: Start) -> None:
+    """Its sample fails, and gets no reward of what is the node's fault."""
+    one = start()
+    first = child_of(one._process.pid) or 0
+    resource.prlimit(first, resource.RLIMIT_NPROC, (3, 3))  # its parent, it, and what begins the program
+    with pytest.raises(SandboxError, match=r"did not begin: .*Resource temporarily unavailable"):
+        one.run(["true"], PATIENCE_S)
+
+
 def test_a_program_for_which_there_are_too_many_open_files_leaves_none_open(start: Start) -> None:
     one = start()
     for files, terminal in ((0, False), (2, False), (4, False), (6, False), (2, True), (3, True)):
