@@ -479,10 +479,12 @@ def _confine(settings: Message) -> None:
         (resource.RLIMIT_NPROC, settings["processes"]),
         (resource.RLIMIT_DATA, settings["memory"]),
         (resource.RLIMIT_FSIZE, settings["disk"]),
-        (resource.RLIMIT_NOFILE, min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
+        given = resource.getrlimit(name)[1]  # of the user; none may be raised
+        most = most if given == resource.RLIM_INFINITY else min(most, given)
         resource.setrlimit(name, (most, most))
     namespaces.drop_capabilities()
     seccomp.refuse_dangerous()

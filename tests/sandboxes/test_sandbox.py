@@ -101,6 +101,17 @@ def test_a_program_for_which_there_are_too_many_processes_was_not_killed(start: 
         one.run(["true"], PATIENCE_S)
 
 
+def test_limits_of_the_user_that_are_lower_stay(start: Start) -> None:
+    """As Slurm hands them on from where a run is submitted: each command ended with 126, and printed nothing."""
+    one = start()
+    first = child_of(one._process.pid) or 0
+    for name in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE):
+        resource.prlimit(first, name, (200, 200))
+    ran = shell(one, "ulimit -n; ulimit -Hn")
+    assert (ran.code, ran.stdout, ran.stderr) == (0, b"200\n200\n", b"")
+    one.write("/file", b"x")
+
+
 def test_a_program_for_which_there_are_too_many_open_files_leaves_none_open(start: Start) -> None:
     one = start()
     for files, terminal in ((0, False), (2, False), (4, False), (6, False), (2, True), (3, True)):
