@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -54,6 +56,24 @@ def test_an_image_is_pulled_by_skopeo(
     assert "skopeo cannot pull it: no such image: docker://there/other" in capsys.readouterr().err
     assert main(["image", "add", "other", "docker://there/foreign:1", "--root", str(root)]) == DataError.exit_code
     assert "docker://there/foreign:1: expected an image for" in capsys.readouterr().err, "not where it was unpacked"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_terminal_that_is_closed_leaves_nothing_of_an_image(tmp_path: Path, number: signal.Signals) -> None:
+    program, temporary = tmp_path / "bin" / "skopeo", tmp_path / "temporary"
+    for path in (program.parent, temporary):
+        path.mkdir()
+    program.write_text("#!/bin/sh\necho pulling && exec sleep 600\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "hpcrl.cli.main", "image", "add", "tiny", "docker://there/tiny"]
+    command += ["--temporary", str(temporary), "--root", str(tmp_path / "runs")]
+    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        assert process.stderr.readline() == b"pulling\n"
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 130
+    assert not list(temporary.iterdir())
 
 
 def test_other_addresses_and_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
