@@ -190,6 +190,26 @@ def test_a_program_over_its_time_ends_with_all_that_it_started(start: Start) -> 
     assert not any(each in running for each in (b"601", b"602", b"603"))
 
 
+def test_time_for_which_a_job_was_suspended_is_not_a_programs(start: Start) -> None:
+    """Tests counted as failed after it."""
+    one = start()
+    program = one.begin(["sh", "-c", "echo on; until test -e /go; do sleep 0.05; done; exit 3"], 6.0)
+    output = program.output()
+    assert next(output) == ("stdout", b"on\n")
+    processes = [one._process.pid]
+    while len(processes) < 4:  # the first one inside, what began the program, and the program
+        below = child_of(processes[-1])
+        assert below
+        processes.append(below)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(7.0 if number == signal.SIGSTOP else 0.0)
+    one.write("/go", b"")
+    assert (list(output), program.result) == ([], module.Ended(3))
+
+
 def test_a_cancelled_program_and_one_that_writes_too_much(start: Start) -> None:
     one = start()
     program = one.begin(["sleep", "600"], PATIENCE_S)
