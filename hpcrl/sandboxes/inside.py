@@ -37,8 +37,8 @@ LONGEST_MESSAGE = 128 << 10
 LOOK_S = 0.5
 """Between two looks at the memory of all processes."""
 
-LONGEST_STILL_S = 2.0
-"""Of the time of a program that counts between two looks: a job may be suspended, and a snapshot stops programs."""
+LONGEST_STILL_S = 5.0
+"""Of a time limit counts between two looks: a job may be suspended, and a snapshot stops programs."""
 
 OPEN_FILES = 4096
 NOT_FOUND, NOT_STARTED = 127, 126
@@ -434,7 +434,7 @@ def _execute(message: Message, control: socket.socket, streams: Sequence[int], s
             return {"code": code, "ended": ""}
         now = time.monotonic()
         left, looked = left - min(now - looked, LONGEST_STILL_S), now
-        ready, _, _ = select.select([control, wake], [], [], max(0.0, min(left, LONGEST_STILL_S / 2)))
+        ready, _, _ = select.select([control, wake], [], [], max(0.0, min(left, LONGEST_STILL_S / 5)))
         if wake in ready:
             os.read(wake, _PIECE)
         ended = "cancelled" if control in ready else "time" if left <= 0 else ""

@@ -17,6 +17,7 @@ from hpcrl.errors import DataError, SandboxError
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.sandboxes.images import Image, ImageStore
+from hpcrl.sandboxes.inside import LONGEST_STILL_S
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
 
@@ -27,7 +28,6 @@ MOST_REQUESTS = 4
 
 _ENDING = 32
 _NO_ROOM = errno.ENOSPC, errno.EDQUOT
-_LONGEST_STILL_S = 5.0
 _ENDS = "the server of this node ends; ask another node"
 
 
@@ -103,7 +103,7 @@ class NodeSandboxes:
         self._held, self._closed = dict[bytes, Leased](), False
         self._starting = dict[bytes, str]()  # the images of those that start; empty: not known yet
         # clients were not heard while this process stood still
-        self._lock, self._clock = threading.Condition(), SuspendAwareClock(_LONGEST_STILL_S)
+        self._lock, self._clock = threading.Condition(), SuspendAwareClock(LONGEST_STILL_S)
 
     @property
     def running(self) -> int:

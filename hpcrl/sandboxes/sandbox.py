@@ -181,7 +181,7 @@ class SandboxCommand:
                 selector.register(self.stdin, selectors.EVENT_WRITE)
             while self.result is None:
                 seconds = self.seconds + (2 if killed else 1) * _GRACE_S - clock.now()
-                ready = {key.fd for key, _ in selector.select(max(0.0, min(seconds, LONGEST_STILL_S / 2)))}
+                ready = {key.fd for key, _ in selector.select(max(0.0, min(seconds, LONGEST_STILL_S / 5)))}
                 if not ready and seconds <= 0:
                     if killed:
                         raise SandboxError("the sandbox does not end a program; end the sandbox")

@@ -193,7 +193,7 @@ def test_a_program_over_its_time_ends_with_all_that_it_started(start: Start) -> 
 def test_time_for_which_a_job_was_suspended_is_not_a_programs(start: Start) -> None:
     """Tests counted as failed after it."""
     one = start()
-    program = one.begin(["sh", "-c", "echo on; until test -e /go; do sleep 0.05; done; exit 3"], 6.0)
+    program = one.begin(["sh", "-c", "echo on; until test -e /go; do sleep 0.05; done; exit 3"], 9.0)
     output = program.output()
     assert next(output) == ("stdout", b"on\n")
     processes = [one._process.pid]
@@ -205,7 +205,7 @@ def test_time_for_which_a_job_was_suspended_is_not_a_programs(start: Start) -> N
         for pid in processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        time.sleep(7.0 if number == signal.SIGSTOP else 0.0)
+        time.sleep(10.0 if number == signal.SIGSTOP else 0.0)
     one.write("/go", b"")
     assert (list(output), program.result) == ([], module.Ended(3))
 

@@ -145,7 +145,7 @@ def test_the_time_for_which_a_server_stood_still_ends_no_lease(
     store: ImageStore, user: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job was suspended, for instance: its clients have asked meanwhile, and were not heard."""
-    monkeypatch.setattr("hpcrl.sandboxes.node._LONGEST_STILL_S", 0.2)
+    monkeypatch.setattr("hpcrl.sandboxes.node.LONGEST_STILL_S", 0.2)
     node = NodeSandboxes(store, SnapshotStore(user / "snapshots"), 1, 1.0)
     try:
         node.start("tiny")
