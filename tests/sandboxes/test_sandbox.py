@@ -190,6 +190,7 @@ def test_a_program_over_its_time_ends_with_all_that_it_started(start: Start) -> 
     assert not any(each in running for each in (b"601", b"602", b"603"))
 
 
+@pytest.mark.faults_slow
 def test_time_for_which_a_job_was_suspended_is_not_a_programs(start: Start) -> None:
     """Tests counted as failed after it."""
     one = start()
