@@ -13,6 +13,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, SandboxError, ServiceError
@@ -63,11 +64,12 @@ def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWri
             await asyncio.sleep(RENEW_S)
 
     async def until_stopped() -> None:
-        asked = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
         renewing = asyncio.create_task(renew())
-        await asked.wait()
-        renewing.cancel()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, renewing.cancel)
+        with suppress(asyncio.CancelledError):
+            await (
+                renewing
+            )  # an error of it ends the server, which would go on without heartbeats until it counts as hung
 
     asyncio.run(serve_sandboxes(node, proof, listener, until_stopped()))
 

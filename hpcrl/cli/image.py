@@ -38,8 +38,13 @@ def _store(arguments: argparse.Namespace) -> ImageStore:
 
 
 def _add(arguments: argparse.Namespace) -> int:
+    import signal
+
     from hpcrl.units import readable_size
 
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what is unpacked has gigabytes, which nobody else removes
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     image = _store(arguments).add(arguments.name, arguments.source, temporary=arguments.temporary)
     print(f"{image.name}: {image.kind}, {readable_size(image.size)}, sha256 {image.digest}")
     return 0

@@ -37,6 +37,9 @@ LONGEST_MESSAGE = 128 << 10
 LOOK_S = 0.5
 """Between two looks at the memory of all processes."""
 
+LONGEST_STILL_S = 5.0
+"""Of a time limit counts between two looks: a job may be suspended, and a snapshot stops programs."""
+
 OPEN_FILES = 4096
 NOT_FOUND, NOT_STARTED = 127, 126
 
@@ -425,12 +428,13 @@ def _execute(message: Message, control: socket.socket, streams: Sequence[int], s
         _begin(message, streams, settings)
     for stream in set(streams):
         os.close(stream)
-    deadline, ended = time.monotonic() + message["seconds"], ""
+    left, looked, ended = message["seconds"], time.monotonic(), ""
     while not ended:
         if (code := _ended(program)) is not None:
             return {"code": code, "ended": ""}
-        left = deadline - time.monotonic()
-        ready, _, _ = select.select([control, wake], [], [], max(0.0, left))
+        now = time.monotonic()
+        left, looked = left - min(now - looked, LONGEST_STILL_S), now
+        ready, _, _ = select.select([control, wake], [], [], max(0.0, min(left, LONGEST_STILL_S / 5)))
         if wake in ready:
             os.read(wake, _PIECE)
         ended = "cancelled" if control in ready else "time" if left <= 0 else ""
@@ -479,10 +483,12 @@ def _confine(settings: Message) -> None:
         (resource.RLIMIT_NPROC, settings["processes"]),
         (resource.RLIMIT_DATA, settings["memory"]),
         (resource.RLIMIT_FSIZE, settings["disk"]),
-        (resource.RLIMIT_NOFILE, min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
+        given = resource.getrlimit(name)[1]  # of the user; none may be raised
+        most = most if given == resource.RLIM_INFINITY else min(most, given)
         resource.setrlimit(name, (most, most))
     namespaces.drop_capabilities()
     seccomp.refuse_dangerous()

@@ -10,23 +10,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import DataError, SandboxError
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.sandboxes.images import Image, ImageStore
+from hpcrl.sandboxes.inside import LONGEST_STILL_S
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxLimits
 from hpcrl.sandboxes.snapshots import SnapshotStore
+
+R = TypeVar("R")
 
 MOST_REQUESTS = 4
 """Of a sandbox at a time."""
 
 _ENDING = 32
 _NO_ROOM = errno.ENOSPC, errno.EDQUOT
-_LONGEST_STILL_S = 5.0
 _ENDS = "the server of this node ends; ask another node"
 
 
@@ -102,7 +103,7 @@ class NodeSandboxes:
         self._held, self._closed = dict[bytes, Leased](), False
         self._starting = dict[bytes, str]()  # the images of those that start; empty: not known yet
         # clients were not heard while this process stood still
-        self._lock, self._clock = threading.Condition(), SuspendAwareClock(_LONGEST_STILL_S)
+        self._lock, self._clock = threading.Condition(), SuspendAwareClock(LONGEST_STILL_S)
 
     @property
     def running(self) -> int:
@@ -136,7 +137,7 @@ class NodeSandboxes:
             image = self._images.find(name)
             with self._lock:
                 self._starting[digest] = image.digest
-            sandbox = self._start(image, network, snapshot)
+            sandbox = self._with_room(lambda: self._start(image, network, snapshot))
             with self._lock:
                 if not self._closed:
                     self._held[digest] = Leased(sandbox, image.digest, client, self._lease_end(), snapshot or "")
@@ -153,7 +154,8 @@ class NodeSandboxes:
             raise NodeFull(_ENDS)
 
     def _start(self, image: Image, network: bool, snapshot: str | None) -> Sandbox:
-        tree, scratch = self._unpacked(image), self._scratch.path
+        scratch = self._scratch.path
+        tree = self._images.unpack(image, scratch, self._expect_open)
 
         def start(changes: IO[bytes] | None) -> Sandbox:
             return Sandbox(
@@ -172,11 +174,11 @@ class NodeSandboxes:
         with self._snapshots.opened(snapshot) as changes:
             return start(changes)
 
-    def _unpacked(self, image: Image) -> Path:
-        """Return the directory of an image. Those that no sandbox uses are removed where the disk has no room for it."""
+    def _with_room(self, act: Callable[[], R]) -> R:
+        """Return what `act` returns. Where the disk has no room for it, images that no sandbox uses are removed, and it is called again."""
         while True:
             try:
-                return self._images.unpack(image, self._scratch.path, self._expect_open)
+                return act()
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
@@ -212,7 +214,7 @@ class NodeSandboxes:
     def keep(self, key: str, only: Sequence[str] = ()) -> str:
         """Keep a snapshot of a sandbox, with `only` of what is at and below these absolute paths; return its name."""
         with self.use(key) as held:
-            held.made = self._snapshots.put(held.sandbox, only)
+            held.made = self._with_room(lambda: self._snapshots.put(held.sandbox, only))
             return held.made
 
     def hold_snapshots(self) -> None:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from hpcrl.errors import DataError, SandboxError
+from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.sandboxes import inside
-from hpcrl.sandboxes.inside import LONGEST_MESSAGE, receive, send
+from hpcrl.sandboxes.inside import LONGEST_MESSAGE, LONGEST_STILL_S, receive, send
 
 if TYPE_CHECKING:
     from hpcrl.config.sections.slurm import SandboxesConfig
@@ -120,6 +121,7 @@ class SandboxCommand:
     Attributes:
         stdin: descriptor that its input is written to; None where it is closed.
         streams: descriptors of its output, by name: stdout and stderr, or stdout alone where it has a terminal.
+        seconds: time after which it is ended, without that for which this process stood still.
         result: what became of it, when `output` is over.
     """
 
@@ -127,7 +129,7 @@ class SandboxCommand:
     control: socket.socket
     stdin: int | None
     streams: dict[int, str]
-    deadline: float
+    seconds: float
     begun: float = field(default_factory=time.monotonic)
     result: Ended | None = None
 
@@ -171,15 +173,15 @@ class SandboxCommand:
     def _output(self, given: bytes) -> Generator[tuple[str, bytes], None, None]:
         if len(self.streams) == 1:
             given += _typed_end(given)
-        left, killed = memoryview(given), False
+        left, killed, clock = memoryview(given), False, SuspendAwareClock(LONGEST_STILL_S)
         with closing(self), selectors.DefaultSelector() as selector:
             for stream in (*self.streams, self.control):
                 selector.register(stream, selectors.EVENT_READ)
             if self.stdin is not None:
                 selector.register(self.stdin, selectors.EVENT_WRITE)
             while self.result is None:
-                seconds = self.deadline + (2 if killed else 1) * _GRACE_S - time.monotonic()
-                ready = {key.fd for key, _ in selector.select(max(0.0, seconds))}
+                seconds = self.seconds + (2 if killed else 1) * _GRACE_S - clock.now()
+                ready = {key.fd for key, _ in selector.select(max(0.0, min(seconds, LONGEST_STILL_S / 5)))}
                 if not ready and seconds <= 0:
                     if killed:
                         raise SandboxError("the sandbox does not end a program; end the sandbox")
@@ -226,6 +228,8 @@ class SandboxCommand:
         if self.sandbox.out_of_memory(self.begun):
             return Ended(None, "memory")
         self.sandbox.expect_answer()
+        if message is not None:  # as where its user has too many processes on the node
+            raise SandboxError(f"the program did not begin: {message['error']}")
         return Ended(None, "killed")
 
     def close(self) -> None:
@@ -276,9 +280,8 @@ class Sandbox:
             self._owner, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with other:
                 own.enter_context(self._owner)
-                self._alive, held = (
-                    socket.socketpair()
-                )  # all processes of the sandbox but its programs have the other end
+                # all processes of the sandbox but its programs have the other end
+                self._alive, held = socket.socketpair()
                 with held:
                     own.enter_context(self._alive)
                     self._process = subprocess.Popen(
@@ -330,9 +333,9 @@ class Sandbox:
             "directory": directory or self._directory,
         }
         with self._changing:
-            return self._begin(message, time.monotonic() + seconds)
+            return self._begin(message)
 
-    def _begin(self, message: Mapping[str, Any], deadline: float) -> SandboxCommand:
+    def _begin(self, message: Mapping[str, Any]) -> SandboxCommand:
         control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if message["terminal"]:
             with other:
@@ -349,10 +352,11 @@ class Sandbox:
                 held.callback(os.close, master)
                 typed = os.dup(master)
                 held.pop_all()
-            return SandboxCommand(self, control, typed, {master: "stdout"}, deadline)
+            return SandboxCommand(self, control, typed, {master: "stdout"}, message["seconds"])
         pairs = _pipes(3)
         theirs, own = [pairs[0][0], pairs[1][1], pairs[2][1]], [pairs[0][1], pairs[1][0], pairs[2][0]]
-        program = SandboxCommand(self, control, own[0], {own[1]: "stdout", own[2]: "stderr"}, deadline)
+        streams = {own[1]: "stdout", own[2]: "stderr"}
+        program = SandboxCommand(self, control, own[0], streams, message["seconds"])
         try:
             with other:
                 self._send(message, [other.fileno(), *theirs])

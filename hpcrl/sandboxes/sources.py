@@ -27,7 +27,7 @@ _DOCKERFILE = "Dockerfile"
 _SIF, _SIF_AT = b"SIF_MAGIC", 32
 _CONTAINED = ("--contain", "--pid", "--ipc", "--pwd=/")  # --containall would set LANG before the image does
 _OF_APPTAINER = re.compile(r"(APPTAINER|SINGULARITY)_\w+|PS1|PROMPT_COMMAND|USER_PATH|HOME|PWD")
-_BOUNDED = ("timeout", "--foreground", "--kill-after=5", "60")
+_BOUNDED = ("timeout", "--foreground", "--kill-after=5", "600")
 _LARGEST_ENVIRONMENT = 1 << 20
 _LARGEST_JSON = 16 << 20
 _MOST_INDEXES = 4
@@ -64,8 +64,8 @@ def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None
     if temporary is not None and not temporary.is_dir():
         raise DataError(f"{temporary}: expected a directory, where the image is unpacked")
     with tempfile.TemporaryDirectory(prefix="hpcrl-image-", dir=temporary, ignore_cleanup_errors=True) as made:
-        place = Path(made)
-        source = _pull(str(source), place) if "://" in str(source) else Path(source)
+        place, named = Path(made).absolute(), str(source)
+        source = _pull(named, place) if "://" in named else Path(source)
         if not source.exists():
             raise DataError(f"{source} does not exist")
         if source.is_dir():
@@ -75,7 +75,7 @@ def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None
                 yield ImageSource("directory", source, {}, "/")
                 return
         elif _is_sif(source):
-            yield _of_sif(source, place / "tree")
+            yield _of_sif(source, place, named)
             return
         else:
             archive = place / "archive"
@@ -89,12 +89,12 @@ def opened_source(source: Path | str, bounds: TreeBounds, temporary: Path | None
         elif (archive / _INDEX).is_file():
             kind, layers, config = "oci", *_of_oci(archive)
         else:
-            raise DataError(f"{source}: {_EXPECTED}; unpack an archive of plain files into a directory first")
-        _expect_machine(config, source)
+            raise DataError(f"{named}: {_EXPECTED}; unpack an archive of plain files into a directory first")
+        _expect_machine(config, named)
         tree = place / "tree"
         tree.mkdir()
-        _unpack(layers, tree, bounds, _digests(config, len(layers), source))
-        yield ImageSource(kind, tree, *_settings(config, source))
+        _unpack(layers, tree, bounds, _digests(config, len(layers), named))
+        yield ImageSource(kind, tree, *_settings(config, named))
 
 
 def _unpack(archives: Sequence[Path], directory: Path, bounds: TreeBounds, digests: Sequence[str] = ()) -> None:
@@ -174,7 +174,7 @@ def _json(path: Path) -> Any:
         raise DataError(f"{path.name}: expected JSON: {error}") from error
 
 
-def _digests(config: Any, layers: int, source: Path) -> list[str]:
+def _digests(config: Any, layers: int, source: str) -> list[str]:
     """Return the SHA-256 of each layer, uncompressed, that the configuration of an image lists."""
     listed = (config.get("rootfs") or {}).get("diff_ids") if isinstance(config, dict) else None
     if not isinstance(listed, list) or len(listed) != layers or not all(isinstance(one, str) for one in listed):
@@ -187,7 +187,7 @@ def _own_machine() -> str:
     return _MACHINES.get(platform.machine(), platform.machine())
 
 
-def _expect_machine(config: Any, source: Path) -> None:
+def _expect_machine(config: Any, source: str) -> None:
     """Refuse an image of another architecture: none of its programs would start. An older one may not name its own."""
     found, wanted = config.get("architecture") if isinstance(config, dict) else None, _own_machine()
     if found not in (None, "", wanted):
@@ -205,7 +205,7 @@ def _expect_files(directory: Path) -> None:
         )
 
 
-def _settings(config: Mapping[str, Any], source: Path) -> tuple[dict[str, str], str]:
+def _settings(config: Mapping[str, Any], source: str) -> tuple[dict[str, str], str]:
     own = config.get("config") or {}
     variables, directory = own.get("Env") or [], own.get("WorkingDir") or "/"
     if not isinstance(directory, str) or not all(isinstance(one, str) and "=" in one for one in variables):
@@ -227,7 +227,10 @@ def _pull(address: str, place: Path) -> Path:
             f"{address}: skopeo or Apptainer pulls images, and none is installed; "
             "add what `docker save` writes elsewhere, or an OCI layout"
         )
-    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    environment = os.environ | {"TMPDIR": str(place)}
+    done = subprocess.run(
+        command, stdout=2, stderr=subprocess.PIPE, env=environment, text=True, errors="replace", check=False
+    )
     if done.returncode != 0:
         raise DataError(f"{address}: {Path(program).name} cannot pull it: {done.stderr.strip()[-400:]}")
     return pulled
@@ -242,21 +245,30 @@ def _is_sif(path: Path) -> bool:
         return file.read(_SIF_AT + len(_SIF))[_SIF_AT:] == _SIF
 
 
-def _of_sif(source: Path, tree: Path) -> ImageSource:
-    """Unpack a SIF file, and return it with the variables that its scripts set, as Apptainer evaluates them inside."""
+def _of_sif(source: Path, place: Path, named: str) -> ImageSource:
+    """Unpack a SIF file, and return it with the variables that its scripts set, as Apptainer evaluates them inside.
+
+    Args:
+        place: directory in which it is unpacked.
+        named: the source, for errors.
+    """
     if (program := _apptainer()) is None:
-        raise DataError(f"{source} is a SIF file, which Apptainer unpacks: do this where `apptainer` is installed")
-    unpack = [program, "build", "--sandbox", str(tree), str(source)]
-    done = subprocess.run(unpack, capture_output=True, text=True, errors="replace", check=False)
+        raise DataError(f"{named} is a SIF file, which Apptainer unpacks: do this where `apptainer` is installed")
+    tree = place / "tree"
+    unpack, environment = [program, "build", "--sandbox", str(tree), str(source)], os.environ | {"TMPDIR": str(place)}
+    done = subprocess.run(unpack, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
-        raise DataError(f"{source}: apptainer cannot unpack it: {done.stderr.strip()[-400:]}")
-    show = [program, "--silent", "exec", *_CONTAINED, str(source), "env", "-0"]
-    outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}  # it hands others on
-    with subprocess.Popen([*_BOUNDED, *show], stdout=subprocess.PIPE, env=outside) as shown:
+        raise DataError(f"{named}: apptainer cannot unpack it: {done.stderr.strip()[-400:]}")
+    begin, end = [program, "--silent", "exec", *_CONTAINED], ["env", "-0"]
+    # it hands others on; without squashfuse, it unpacks the file once more
+    outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    outside |= dict.fromkeys(("APPTAINER_TMPDIR", "SINGULARITY_TMPDIR"), str(place))
+    with subprocess.Popen([*_BOUNDED, *begin, str(source), *end], stdout=subprocess.PIPE, env=outside) as shown:
         assert shown.stdout
         content = shown.stdout.read(_LARGEST_ENVIRONMENT)
     if shown.returncode != 0:
-        raise DataError(f"{source}: expected the variables of its programs from `{shlex.join(show)}`, which failed")
+        show = shlex.join([*begin, named, *end])
+        raise DataError(f"{named}: expected the variables of its programs from `{show}`, which failed")
     variables = dict(one.split("=", 1) for one in content.decode(errors="replace").split("\0") if "=" in one)
     own = {name: value for name, value in variables.items() if not _OF_APPTAINER.fullmatch(name)}
     return ImageSource("sif", tree, own, "/")

@@ -352,7 +352,7 @@ class _Reader:
         try:
             source, _ = self._enter("/".join(parents))
             os.link(last, name, src_dir_fd=source, dst_dir_fd=kept, follow_symlinks=False)
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:  # others are of the node
             raise DataError(
                 f"the archive links {member.name!r:.200} to {member.linkname!r:.200}: {error.strerror}"
             ) from error

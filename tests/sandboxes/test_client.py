@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from hpcrl.envs.base import GIVEN_UP
 from hpcrl.envs.tools import sandboxes as client
 from hpcrl.envs.tools.http import Fixed
 from hpcrl.envs.tools.sandboxes import RunResult, SandboxClient, Sandboxes, SandboxLost
@@ -72,6 +75,26 @@ def test_full_and_dead_servers_are_passed_over(serving: Callable[..., Any]) -> N
         sandboxes.start("tiny").end()
         with pytest.raises(ServiceError, match="no server is there"):
             sandboxes_of().start("tiny", wait_s=0.0)
+
+
+def test_a_call_that_was_given_up_takes_no_place(serving: Callable[..., Any]) -> None:
+    """It asked for minutes, and then had the place of a sample that goes on."""
+    with serving(most=1) as node:
+        sandboxes, given_up = sandboxes_of(node._url), threading.Event()
+        one = sandboxes.start("tiny")
+
+        def wait() -> None:
+            GIVEN_UP.set(given_up.is_set)
+            sandboxes.start("tiny", wait_s=PATIENCE_S)
+
+        with ThreadPoolExecutor() as threads:
+            waits = threads.submit(wait)
+            time.sleep(0.2)
+            assert not waits.done()
+            given_up.set()
+            with pytest.raises(ServiceError, match="nobody waits"):
+                waits.result()
+        one.end()
 
 
 def test_a_lease_is_renewed_as_long_as_its_client_is_there(serving: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import tarfile
@@ -23,9 +24,10 @@ from hpcrl.cli.main import main
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.sandboxes.images import ImageStore
 from hpcrl.sandboxes.sandbox import Sandbox, SandboxError
-from hpcrl.sandboxes.trees import TreeBounds
+from hpcrl.sandboxes.trees import TreeBounds, read_tree
 from tests.containers import missing
 from tests.sandboxes.material import make_rootfs
+from tests.sandboxes.test_sandbox import room_for
 
 Entry = tuple[str, str | bytes, Mapping[str, Any]]
 OWN = {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine]
@@ -240,6 +242,17 @@ def test_archives_that_want_to_harm_are_refused(
     assert [path.name for path in (tmp_path / "runs" / ".images").iterdir()] == []
 
 
+def test_a_link_that_a_node_cannot_make_now_is_no_damage(tmp_path: Path) -> None:
+    """Its disk was full, for instance: the image was to be removed and added again, and no other node was asked."""
+    tiny, root = layer(folder("a"), entry("a/x", "x"), hard("b", "a/x")), os.open(tmp_path, os.O_RDONLY)
+    try:
+        with room_for(2), pytest.raises(OSError, match="Too many open files"):
+            read_tree(io.BytesIO(tiny), root, TreeBounds(1 << 20, 3))
+    finally:
+        os.close(root)
+    assert files(tmp_path) == {"a/x": "x"}
+
+
 def test_links_of_an_image_lead_nowhere_outside(store: ImageStore, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -316,8 +329,9 @@ def test_files_that_may_not_be_read_are_named() -> None:
 
 APPTAINER = """#!/bin/sh
 case "$*" in
-    "build --sandbox "*) mkdir -p "$3/etc" && cp {file} "$3/etc/two" ;;
-    *exec*) [ -z "$SECRET" ] && printf '%s\\0' APPTAINER_NAME=a.sif HOME=/root PATH=/opt/bin:/bin 'LINES=a
+    "build --sandbox "*) [ "${{3%/*}}" = "$TMPDIR" ] && mkdir -p "$3/etc" && cp {file} "$3/etc/two" ;;
+    "pull "*) [ "${{2%/*}}" = "$TMPDIR" ] && cp {file}.sif "$2" ;;
+    *exec*) [ -z "$SECRET" ] && printf '%s\\0' "APPTAINER_TMPDIR=${{APPTAINER_TMPDIR:?}}" HOME=/root PATH=/opt/bin:/bin 'LINES=a
 b' ;;
     *) exit 1 ;;
 esac
@@ -329,7 +343,7 @@ def test_a_sif_file_is_unpacked_by_apptainer(
 ) -> None:
     """A program stands in for it."""
     (tmp_path / "two").write_text("2")
-    program, source = tmp_path / "bin" / "apptainer", tmp_path / "a.sif"
+    program, source = tmp_path / "bin" / "apptainer", tmp_path / "two.sif"
     program.parent.mkdir()
     program.write_text(APPTAINER.format(file=tmp_path / "two"))
     program.chmod(0o755)
@@ -340,8 +354,13 @@ def test_a_sif_file_is_unpacked_by_apptainer(
     assert image.environment == {"PATH": "/opt/bin:/bin", "LINES": "a\nb"}
     assert files(unpacked(store, "x", tmp_path / "node")) == {"etc/two": "2"}
     program.write_text(APPTAINER.format(file=tmp_path / "two").replace("[ -z", "[ -n"))
-    with pytest.raises(DataError, match=r"expected the variables of its programs from `.*a\.sif env -0`"):
+    with pytest.raises(DataError, match=r"expected the variables of its programs from `.*two\.sif env -0`"):
         store.add("y", source)
+    for name in ("timeout", "mkdir", "cp"):
+        (program.parent / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(program.parent))
+    with pytest.raises(DataError, match=r"docker://there/tiny: expected .* from `.* docker://there/tiny env -0`"):
+        store.add("y", "docker://there/tiny")
 
 
 @pytest.mark.containers

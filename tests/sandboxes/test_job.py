@@ -134,3 +134,10 @@ def test_sandboxes_go_on_while_the_filesystem_of_the_run_stands_still(run: Run, 
         time.sleep(RENEW_S + 1.0)
         assert one.run(["sh", "-c", "echo on"], PATIENCE_S).stdout == b"on\n"
         one.end()
+
+
+def test_a_server_that_cannot_renew_its_process_status_ends(run: Run, user: Path) -> None:
+    """It served on without heartbeats, and was killed with its sandboxes when it counted as hung."""
+    with serving(run, user / "failed", HPCRL_FAULT="process_status:none") as process:
+        assert process.wait(PATIENCE_S) == 1
+    assert not list((user / "failed").iterdir()), "it has left something"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +21,7 @@ from hpcrl.runtime.http_server import bind
 from hpcrl.sandboxes.images import ImageStore
 from tests.containers import missing
 from tests.sandboxes.material import PATIENCE_S, make_rootfs
-from tests.sandboxes.test_images import LOWER, UPPER, docker_archive, oci_layout, unpacked
+from tests.sandboxes.test_images import LOWER, UPPER, docker_archive, oci_layout, oci_of_another_machine, unpacked
 
 CONFIGURATION = """\
 version: 0.1
@@ -28,8 +30,11 @@ storage: {{filesystem: {{rootdirectory: {place}}}}}
 http: {{addr: "{address}"}}
 """
 STAND_IN = """#!/bin/sh
-[ "$1 $2" = "copy docker://there/tiny:1" ] || {{ echo "no such image: $2" >&2; exit 1; }}
-cp -r {layout} "${{3#oci:}}"
+case "$1 $2" in
+    "copy docker://there/tiny:1") cp -r {layout} "${{3#oci:}}" ;;
+    "copy docker://there/foreign:1") cp -r {foreign} "${{3#oci:}}" ;;
+    *) echo "no such image: $2" >&2; exit 1 ;;
+esac
 """
 
 
@@ -37,19 +42,38 @@ def test_an_image_is_pulled_by_skopeo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program stands in for it."""
-    layout, program, root = (
-        oci_layout(tmp_path / "layout", LOWER, UPPER),
-        tmp_path / "bin" / "skopeo",
-        tmp_path / "runs",
-    )
+    layout, foreign = oci_layout(tmp_path / "layout", LOWER, UPPER), tmp_path / "foreign"
+    program, root = tmp_path / "bin" / "skopeo", tmp_path / "runs"
+    foreign.touch()
+    oci_of_another_machine(foreign)
     program.parent.mkdir()
-    program.write_text(STAND_IN.format(layout=layout))
+    program.write_text(STAND_IN.format(layout=layout, foreign=foreign))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     assert main(["image", "add", "tiny", "docker://there/tiny:1", "--root", str(root)]) == 0
     assert ImageStore(root).find("tiny").directory == "/srv"
     assert main(["image", "add", "other", "docker://there/other", "--root", str(root)]) == DataError.exit_code
     assert "skopeo cannot pull it: no such image: docker://there/other" in capsys.readouterr().err
+    assert main(["image", "add", "other", "docker://there/foreign:1", "--root", str(root)]) == DataError.exit_code
+    assert "docker://there/foreign:1: expected an image for" in capsys.readouterr().err, "not where it was unpacked"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_terminal_that_is_closed_leaves_nothing_of_an_image(tmp_path: Path, number: signal.Signals) -> None:
+    program, temporary = tmp_path / "bin" / "skopeo", tmp_path / "temporary"
+    for path in (program.parent, temporary):
+        path.mkdir()
+    program.write_text("#!/bin/sh\necho pulling && exec sleep 600\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "hpcrl.cli.main", "image", "add", "tiny", "docker://there/tiny"]
+    command += ["--temporary", str(temporary), "--root", str(tmp_path / "runs")]
+    environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        assert process.stderr.readline() == b"pulling\n"
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 130
+    assert not list(temporary.iterdir())
 
 
 def test_other_addresses_and_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

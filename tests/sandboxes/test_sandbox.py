@@ -53,6 +53,12 @@ def shell(sandbox: Sandbox, text: str, seconds: float = PATIENCE_S) -> Output:
     return sandbox.run(["sh", "-c", text], seconds)
 
 
+def first_of(sandbox: Sandbox) -> int:
+    """Return the first process inside, which is started last, after what serves files."""
+    pid = sandbox._process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+
+
 @contextmanager
 def room_for(files: int) -> Iterator[None]:
     """Have this process open no more than so many files meanwhile; none of them is left open."""
@@ -83,13 +89,31 @@ def test_what_ends_with_its_sandbox_is_lost_with_it(start: Callable[..., Sandbox
     one = start()
     pieces = one.begin(["sh", "-c", "echo on; sleep 600"], PATIENCE_S).output()
     assert next(pieces) == ("stdout", b"on\n")
-    first = child_of(one._process.pid) or 0
+    first = first_of(one)
     supervisor = child_of(first) or 0
     os.kill(first, signal.SIGSTOP)
     os.kill(supervisor, signal.SIGKILL)
     threading.Timer(0.3, one._process.kill).start()
     with pytest.raises(SandboxEnded):
         list(pieces)
+
+
+def test_a_program_for_which_there_are_too_many_processes_was_not_killed(start: Start, fuse_overlayfs: str) -> None:
+    """Its sample fails, and gets no reward of what is the node's fault."""
+    one, most = start(), 5 if fuse_overlayfs else 3  # the first process, its parent, and what begins the program
+    resource.prlimit(first_of(one), resource.RLIMIT_NPROC, (most, most))
+    with pytest.raises(SandboxError, match=r"did not begin: .*Resource temporarily unavailable"):
+        one.run(["true"], PATIENCE_S)
+
+
+def test_limits_of_the_user_that_are_lower_stay(start: Start) -> None:
+    """As Slurm hands them on from where a run is submitted: each command ended with 126, and printed nothing."""
+    one = start()
+    for name in (resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE):
+        resource.prlimit(first_of(one), name, (200, 200))
+    ran = shell(one, "ulimit -n; ulimit -Hn")
+    assert (ran.code, ran.stdout, ran.stderr) == (0, b"200\n200\n", b"")
+    one.write("/file", b"x")
 
 
 def test_a_program_for_which_there_are_too_many_open_files_leaves_none_open(start: Start) -> None:
@@ -168,6 +192,27 @@ def test_a_program_over_its_time_ends_with_all_that_it_started(start: Start) -> 
     running = shell(one, "cat /proc/[0-9]*/cmdline").stdout
     assert b"600" in running
     assert not any(each in running for each in (b"601", b"602", b"603"))
+
+
+@pytest.mark.faults_slow
+def test_time_for_which_a_job_was_suspended_is_not_a_programs(start: Start) -> None:
+    """Tests counted as failed after it."""
+    one = start()
+    program = one.begin(["sh", "-c", "echo on; until test -e /go; do sleep 0.05; done; exit 3"], 9.0)
+    output = program.output()
+    assert next(output) == ("stdout", b"on\n")
+    processes = [first_of(one)]
+    while len(processes) < 3:  # what began the program, and the program
+        below = child_of(processes[-1])
+        assert below
+        processes.append(below)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(10.0 if number == signal.SIGSTOP else 0.0)
+    one.write("/go", b"")
+    assert (list(output), program.result) == ([], module.Ended(3))
 
 
 def test_a_cancelled_program_and_one_that_writes_too_much(start: Start) -> None:

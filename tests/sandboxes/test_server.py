@@ -145,7 +145,7 @@ def test_the_time_for_which_a_server_stood_still_ends_no_lease(
     store: ImageStore, user: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its job was suspended, for instance: its clients have asked meanwhile, and were not heard."""
-    monkeypatch.setattr("hpcrl.sandboxes.node._LONGEST_STILL_S", 0.2)
+    monkeypatch.setattr("hpcrl.sandboxes.node.LONGEST_STILL_S", 0.2)
     node = NodeSandboxes(store, SnapshotStore(user / "snapshots"), 1, 1.0)
     try:
         node.start("tiny")
@@ -178,23 +178,28 @@ for after in (lambda: None, lambda: node.end(first)):
         print(error.strerror)
 with node.use(second) as held:
     print(len(held.sandbox.read("/file")), node.running)
+third = node.start("third")
+node.end(second)
+with node.use(third) as held:
+    held.sandbox.write("/changes", bytes(2 << 20))
+print(len(node.keep(third)))
 node.close()
 print(os.listdir(place))
 """
 
 
-def test_images_that_no_sandbox_uses_make_room_for_others(user: Path) -> None:
+def test_images_that_no_sandbox_uses_make_room_for_others_and_for_snapshots(user: Path) -> None:
     """Tasks with an image each filled the disks of the nodes, which then started no sandbox any more."""
     root, place, python = user / "many", user / "small", python_of_users()
     place.mkdir()
-    for name in ("first", "second"):
+    for name, size in (("first", 3 << 20), ("second", 3 << 20), ("third", 1)):
         tree = user / f"tree-{name}"
         tree.mkdir()
-        (tree / "file").write_bytes(name[:1].encode() * (3 << 20))
+        (tree / "file").write_bytes(name[:1].encode() * size)
         ImageStore(root).add(name, tree)
     command = [python, "-c", SMALL_DISK, str(ROOT), str(Path(httpx.__file__).parents[1]), str(place), str(root)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ran.stdout, ran.stderr) == (f"No space left on device\n{3 << 20} 1\n[]\n", "")
+    assert (ran.stdout, ran.stderr) == (f"No space left on device\n{3 << 20} 1\n64\n['snapshots']\n", "")
 
 
 def test_what_a_filesystem_refuses_is_named(serving: Callable[..., Any], user: Path) -> None:

@@ -96,9 +96,8 @@ _NEWEST = 424  # from here on machines have the same numbers, and programs do wi
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _DO_NOTHING = 0x7FFF0000, 0x80000000, 0x00050000
 _REFUSE, _NOT_THERE = _DO_NOTHING | errno.EPERM, _DO_NOTHING | errno.ENOSYS
-_NO_FAMILY = (
-    _DO_NOTHING | errno.EAFNOSUPPORT
-)  # useradd and su go on without a kernel's log, but not where it is refused
+# useradd and su go on without a kernel's log, but not where it is refused
+_NO_FAMILY = _DO_NOTHING | errno.EAFNOSUPPORT
 _SECCOMP, _GET_SECCOMP, _FILTER = 22, 21, 2
 
 _Line = tuple[int, int, int, int]
