@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,3 +88,15 @@ def send(pids: Sequence[int], *numbers: signal.Signals) -> None:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
+
+
+def errors_without_reader(command: Sequence[str], asked: bytes) -> bytes:
+    """Return what a process prints to its standard error where who asks has gone: its answer has no reader any more."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        process.stdin.write(asked)
+        process.stdin.close()
+        return process.stderr.read()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from hpcrl.data.render import RefusedError, render
 from hpcrl.data.tokenizer import load_tokenizer
 from hpcrl.errors import DataError
 from tests.paths import CONFIGS
+from tests.processes import errors_without_reader
 
 MODEL = str(CONFIGS / "quickstart" / "model")
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "a\ud800"}, {"role": "assistant", "content": "b"}]
@@ -86,14 +86,7 @@ def test_signals_to_the_group_end_no_rendering() -> None:
 def test_one_whose_asker_was_killed_ends_quietly(asked: bytes) -> None:
     """The answer has no reader any more."""
     command = [sys.executable, "-m", "hpcrl.data.render_process", "60"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        process.stdout.close()
-        process.stdin.write(asked)
-        process.stdin.close()
-        assert process.stderr.read() == b""
+    assert errors_without_reader(command, asked) == b""
 
 
 def test_a_forked_process_has_its_own() -> None:

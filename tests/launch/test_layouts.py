@@ -40,6 +40,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, open_attempt, outcome_of, read_attempts, report_outcome
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.paths import QUICKSTART
+from tests.processes import errors_without_reader
 
 NODES, ENGINES = "trainer.placement.policy_num_nodes", "generator.inference_engine.num_engines"
 MEGATRON = QUICKSTART.with_name("quickstart_megatron.toml")
@@ -336,14 +337,7 @@ def test_sizes_that_are_no_numbers_are_a_damaged_line(tmp_path: Path) -> None:
 def test_a_process_whose_asker_was_killed_ends_quietly(asked: bytes) -> None:
     """The answer has no reader any more."""
     command = [sys.executable, "-m", "hpcrl.planning.layouts"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
-        process.stdout.close()
-        process.stdin.write(asked)
-        process.stdin.close()
-        assert process.stderr.read() == b""
+    assert errors_without_reader(command, asked) == b""
 
 
 def catches_sigint(process: str) -> bool:
