@@ -205,7 +205,7 @@ def test_convert_overrides_prints_toml_and_report(tmp_path: Path, capsys: Output
     tree = tomli.loads(output.out)
     assert (tree["trainer"]["epochs"], tree["generator"]["inference_engine"]["num_engines"]) == (3, 2)
     assert "generator.num_inference_engines" not in output.err
-    assert output.err.splitlines()[-1] == "6 mapped, 2 translated, 2 differs"
+    assert output.err.splitlines()[-1] == "6 mapped, 3 translated, 2 differs"
     main(["config", "convert", "--all", "trainer.epochs=3", "generator.num_inference_engines=2"])
     assert "generator.num_inference_engines -> generator.inference_engine.num_engines\n" in capsys.readouterr().err
     converted = tmp_path / "converted.toml"

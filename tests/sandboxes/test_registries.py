@@ -65,14 +65,18 @@ def test_a_terminal_that_is_closed_leaves_nothing_of_an_image(tmp_path: Path, nu
         path.mkdir()
     program.write_text("#!/bin/sh\necho pulling && exec sleep 600\n")
     program.chmod(0o755)
-    command = [sys.executable, "-m", "hpcrl.cli.main", "image", "add", "tiny", "docker://there/tiny"]
+    asked = ["env", "--default-signal=HUP", sys.executable]  # these tests may run under nohup
+    command = [*asked, "-m", "hpcrl.cli.main", "image", "add", "tiny", "docker://there/tiny"]
     command += ["--temporary", str(temporary), "--root", str(tmp_path / "runs")]
     environment = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
         assert process.stderr
         assert process.stderr.readline() == b"pulling\n"
         process.send_signal(number)
-        assert process.wait(PATIENCE_S) == 130
+        try:
+            assert process.wait(PATIENCE_S) == 130
+        finally:
+            process.kill()
     assert not list(temporary.iterdir())
 
 
