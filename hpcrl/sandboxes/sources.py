@@ -227,13 +227,18 @@ def _pull(address: str, place: Path) -> Path:
             f"{address}: skopeo or Apptainer pulls images, and none is installed; "
             "add what `docker save` writes elsewhere, or an OCI layout"
         )
+    _run(command, place, f"{address}: {Path(program).name} cannot pull it", stdout=2)
+    return pulled
+
+
+def _run(command: Sequence[str], place: Path, failed: str, stdout: int = subprocess.DEVNULL) -> None:
+    """Run a program that has its temporary files in `place`. Raises DataError, which begins with `failed`, where it fails."""
     environment = os.environ | {"TMPDIR": str(place)}
     done = subprocess.run(
-        command, stdout=2, stderr=subprocess.PIPE, env=environment, text=True, errors="replace", check=False
+        command, stdout=stdout, stderr=subprocess.PIPE, env=environment, text=True, errors="replace", check=False
     )
     if done.returncode != 0:
-        raise DataError(f"{address}: {Path(program).name} cannot pull it: {done.stderr.strip()[-400:]}")
-    return pulled
+        raise DataError(f"{failed}: {done.stderr.strip()[-400:]}")
 
 
 def _apptainer() -> str | None:
@@ -255,10 +260,8 @@ def _of_sif(source: Path, place: Path, named: str) -> ImageSource:
     if (program := _apptainer()) is None:
         raise DataError(f"{named} is a SIF file, which Apptainer unpacks: do this where `apptainer` is installed")
     tree = place / "tree"
-    unpack, environment = [program, "build", "--sandbox", str(tree), str(source)], os.environ | {"TMPDIR": str(place)}
-    done = subprocess.run(unpack, env=environment, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode != 0:
-        raise DataError(f"{named}: apptainer cannot unpack it: {done.stderr.strip()[-400:]}")
+    unpack = [program, "build", "--sandbox", str(tree), str(source)]
+    _run(unpack, place, f"{named}: apptainer cannot unpack it")
     begin, end = [program, "--silent", "exec", *_CONTAINED], ["env", "-0"]
     # it hands others on; without squashfuse, it unpacks the file once more
     outside = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
