@@ -42,10 +42,14 @@ def _add(arguments: argparse.Namespace) -> int:
 
     from hpcrl.units import readable_size
 
-    for number in (signal.SIGTERM, signal.SIGHUP):  # what is unpacked has gigabytes, which nobody else removes
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-    image = _store(arguments).add(arguments.name, arguments.source, temporary=arguments.temporary)
+    # what is unpacked has gigabytes, which nobody else removes
+    ending = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in ending}
+    try:
+        image = _store(arguments).add(arguments.name, arguments.source, temporary=arguments.temporary)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print(f"{image.name}: {image.kind}, {readable_size(image.size)}, sha256 {image.digest}")
     return 0
 
