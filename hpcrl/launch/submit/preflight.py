@@ -278,10 +278,11 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             )
             problems += check_prompts(config, name, path, rows) if writes_texts(config) else ()
             warnings += _other_environment(name, path, rows[0].env_class, config.environment)
-            of_truths, warnings_of_truths = check_truths(name, source, kinds, config, _changed(source))
+            changed = _changed(source)
+            of_truths, warnings_of_truths = check_truths(name, source, kinds, config, changed)
             problems += of_truths
             warnings += warnings_of_truths
-            warnings += missing_of_rows(name, source, kinds, config)
+            warnings += missing_of_rows(name, source, kinds, config, changed)
         except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
             if package := missing_package(error):
                 warnings.append(f"{name}: the first row of {path} {not_tried(package)}")

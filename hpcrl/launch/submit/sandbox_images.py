@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.data.datasets import row_reader
@@ -17,6 +16,7 @@ from hpcrl.sandboxes.images import ImageStore
 from hpcrl.types import Kind
 
 _ROWS, _READ_S, _MOST_SHOWN = 1000, 5.0, 5
+_named = dict[str, list[str]]()
 
 
 def missing_of_network(config: Config) -> Iterator[str]:
@@ -25,22 +25,26 @@ def missing_of_network(config: Config) -> Iterator[str]:
         yield from _warning("slurm.sandboxes.network", config, config.slurm.sandboxes.network)
 
 
-def missing_of_rows(setting: str, source: Source, kinds: Sequence[Kind], config: Config) -> Iterator[str]:
+def missing_of_rows(setting: str, source: Source, kinds: Sequence[Kind], config: Config, changed: int) -> Iterator[str]:
     """Yield a warning where rows of a file name images that are not there: of up to `_ROWS` rows, evenly spaced.
 
     Args:
         setting: that names the file.
         kinds: what the rows serve.
+        changed: when the file was. Elements of a sweep mostly have the same files, each of which is read once.
 
     Raises:
         DataError: a row cannot be read.
     """
     if not config.sandbox_servers:
         return
-    read = row_reader(source, kinds, config.data, config.environment, config.generator.max_turns)
-    prompts = (read(row, number) for number, row in spread(source.rows(), _ROWS, _READ_S))
-    named = (prompt.extras.get("image") for prompt in prompts if _has_sandbox(prompt.env_class))
-    yield from _warning(f"{setting}: {source.location}", config, (name for name in named if isinstance(name, str)))
+    asked = source, kinds, config.data, config.environment, config.generator.max_turns
+    if (key := repr((changed, asked))) not in _named:
+        read = row_reader(*asked)
+        prompts = (read(row, number) for number, row in spread(source.rows(), _ROWS, _READ_S))
+        found = (prompt.extras.get("image") for prompt in prompts if _has_sandbox(prompt.env_class))
+        _named[key] = [name for name in found if isinstance(name, str)]
+    yield from _warning(f"{setting}: {source.location}", config, _named[key])
 
 
 def _has_sandbox(env_class: str) -> bool:
@@ -49,7 +53,7 @@ def _has_sandbox(env_class: str) -> bool:
 
 
 def _warning(subject: str, config: Config, named: Iterable[str]) -> Iterator[str]:
-    root = Path(root_of(config.slurm.root))
+    root = root_of(config.slurm.root)
     there, wanted = ImageStore(root).names(), dict.fromkeys(named)
     if missing := [name for name in wanted if name not in there]:
         shown = ", ".join(missing[:_MOST_SHOWN]) + (", …" if len(missing) > _MOST_SHOWN else "")
