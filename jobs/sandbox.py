@@ -66,10 +66,9 @@ def serve(run: Run, config: Config, attempt: int, number: int, status: StatusWri
     async def until_stopped() -> None:
         renewing = asyncio.create_task(renew())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, renewing.cancel)
+        # an error of it ends the server, which would go on without heartbeats until it counts as hung
         with suppress(asyncio.CancelledError):
-            await (
-                renewing
-            )  # an error of it ends the server, which would go on without heartbeats until it counts as hung
+            await renewing
 
     asyncio.run(serve_sandboxes(node, proof, listener, until_stopped()))
 
