@@ -47,6 +47,14 @@ def ancestors_of(pid: int) -> list[int]:
     return found
 
 
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, be it waited for or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def is_srun(pid: int) -> bool:
     return command_of(pid).partition(" ")[0].endswith("srun")
 

@@ -33,6 +33,7 @@ from hpcrl.data.tokenize import (
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.layout import Run
 from tests.paths import CONFIGS, ROOT
+from tests.processes import is_gone
 
 _ATTEMPTS = count(1)
 LETTERS = "abcdefghijkl"
@@ -118,7 +119,7 @@ def test_further_processes_end_with_the_one_that_they_make_rows_for(tmp_path: Pa
     worker = int((tmp_path / "worker").read_text())
     try:
         deadline = time.monotonic() + 30
-        while Path(f"/proc/{worker}").exists():
+        while not is_gone(worker):
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:

@@ -30,8 +30,9 @@ from hpcrl.rundir.evaluations import note_generated
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
 from jobs.evaluation import WaitingVersions
-from tests.launch.agent.test_pool import GANG, POOL, end_agent, gone, wait_for
+from tests.launch.agent.test_pool import GANG, POOL, end_agent, wait_for
 from tests.paths import QUICKSTART
+from tests.processes import is_gone
 
 JOB = "12"
 WORKS = """
@@ -79,7 +80,7 @@ def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path
         worker = int((run.path / "works").read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == AGAIN
-    assert gone(worker)
+    assert is_gone(worker)
     assert not run.stop.exists(), "the run goes on"
 
 

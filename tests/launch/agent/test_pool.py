@@ -28,6 +28,7 @@ from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from tests.launch.submit.test_submit import called as hpcrl
 from tests.launch.submit.test_submit import nothing_made
 from tests.paths import QUICKSTART
+from tests.processes import is_gone
 
 GANG, POOL, REPLICA = "7_0", "9", 2
 SERVES = """
@@ -100,13 +101,6 @@ def serving(run: Run, attempt: int) -> int:
     return int(path.read_text())
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def test_an_element_serves_attempt_after_attempt_until_the_run_ends(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with element(run) as process:
@@ -114,13 +108,13 @@ def test_an_element_serves_attempt_after_attempt_until_the_run_ends(tmp_path: Pa
         open_attempt(run, f"{GANG}.0", ["n1"])
         first = serving(run, 1)
         report_outcome(run, 1, "interrupted", "saved", "agent-0")
-        wait_for(lambda: gone(first), "the worker of attempt 1 goes on")
+        wait_for(lambda: is_gone(first), "the worker of attempt 1 goes on")
         assert process.poll() is None
         open_attempt(run, f"{GANG}.1", ["n1"])
         second = serving(run, 2)
         report_outcome(run, 2, "done", "finished", "agent-0")
         assert process.wait(30) == 0
-    assert gone(second)
+    assert is_gone(second)
     assert not list(run.endpoints.glob("rendezvous-*")), "it took itself for the first node of the run"
 
 
@@ -150,7 +144,7 @@ def test_no_worker_outlives_an_element_whose_file_server_stays_away(tmp_path: Pa
         worker = serving(run, 1)
         run.outcome(1).mkdir(parents=True)
         assert process.wait(60) == RunError.exit_code
-    assert gone(worker)
+    assert is_gone(worker)
 
 
 def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path) -> None:
@@ -161,7 +155,7 @@ def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path
         process.send_signal(signal.SIGCONT)
         process.terminate()
         assert process.wait(30) == AGAIN
-    assert gone(worker)
+    assert is_gone(worker)
     assert not run.stop.exists(), "the others go on"
     assert outcome_of(run, 1) is None
 
@@ -186,7 +180,7 @@ def test_an_element_whose_run_has_lost_its_first_node_waits_for_the_next_attempt
             worker = serving(run, 1)
             time.sleep(3)
             controller.close()
-            wait_for(lambda: gone(worker), "its worker goes on")
+            wait_for(lambda: is_gone(worker), "its worker goes on")
             time.sleep(2)
             assert process.poll() is None
             assert outcome_of(run, 1) is None

@@ -25,7 +25,6 @@ from tests.launch.agent.test_pool import (
     batch_end,
     called,
     element,
-    gone,
     make_run,
     numbering_slurm,
     record,
@@ -34,6 +33,7 @@ from tests.launch.agent.test_pool import (
 from tests.launch.submit.test_submit import called as hpcrl
 from tests.launch.submit.test_submit import nothing_made
 from tests.paths import QUICKSTART
+from tests.processes import is_gone
 
 SCORES = """
 import os, sys, time
@@ -107,12 +107,12 @@ def test_an_element_has_its_scorer_in_attempt_after_attempt(tmp_path: Path) -> N
         wait_for(lambda: (run.path / "scores-1-2").read_text() not in ("", str(first)), "it is not started again")
         again = scoring(1)
         report_outcome(run, 1, "interrupted", "saved", "agent-0")
-        wait_for(lambda: gone(again), "the scorer of attempt 1 goes on")
+        wait_for(lambda: is_gone(again), "the scorer of attempt 1 goes on")
         open_attempt(run, f"{GANG}.1", ["n1"])
         second = scoring(2)
         process.terminate()
         assert process.wait(30) == AGAIN
-    assert gone(second)
+    assert is_gone(second)
     assert outcome_of(run, 2) is None, "the run goes on"
     assert "scorer-2: killed by SIGKILL" in run.log(1, "agent-pool-scorer-2").read_text()
 
